@@ -32,6 +32,9 @@ app = typer.Typer()
 
 NETWORK, TLS_FILES = "Network", "TLS"
 
+LONG_PREFILL_THRESHOLD = 512
+"""Prompt tokens of one request in a step: of a long prompt so many at a time, and the budget's rest is for others."""
+
 logger = logging.getLogger("minicache.server")
 
 
@@ -87,7 +90,6 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
     The engine runs in a child process, which is restarted if it dies. With
     --mine, your engine runs in a thread of the server (--in-process).
     """
-    options = ReplicaOptions(**engine)
     if http.api_keys is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGHUP, lambda *_: None)  # until the application takes it, it must not end the process
     if logs.has_json:
@@ -95,6 +97,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
     console = Console(highlight=False, quiet=logs.has_json)  # the log has it all then
     if mine:
         use_labs(console)
+    options = _options(engine)  # imports what labs may build
     in_process = http.in_process or mine
     if in_process and http.replicas > 1:
         raise typer.BadParameter("several --replicas need processes: leave out --in-process and --mine")
@@ -156,6 +159,16 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                 run(server, listener)
             finally:
                 gc.unfreeze()  # at exit, libraries look for objects that were not freed
+
+
+def _options(given: dict[str, Any]) -> ReplicaOptions:
+    """The engine's options. A server's long prompts are computed in pieces, if its scheduler can."""
+    from minicache.scheduler import has_option
+
+    if given["long_prefill_threshold"] is None:
+        in_pieces = has_option(given["scheduler"], "long_prefill_threshold")
+        given["long_prefill_threshold"] = LONG_PREFILL_THRESHOLD if in_pieces else 0
+    return ReplicaOptions(**given)
 
 
 def _tls(http: Http) -> TLS | None:

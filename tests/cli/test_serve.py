@@ -44,6 +44,31 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_loaded() -> None:
     assert "--port" in result.output
 
 
+@pytest.mark.parametrize(
+    ("given", "threshold"),
+    [
+        ([], 512),
+        (["--scheduler", "fair"], 0),
+        (["--long-prefill-threshold", "0"], 0),
+        (["--long-prefill-threshold", "64"], 64),
+    ],
+    ids=str,
+)
+def test_one_long_prompt_does_not_take_the_whole_step(
+    given: list[str], threshold: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[ReplicaOptions] = []
+
+    def make_llm(options: ReplicaOptions, tokenizer: Any) -> None:
+        made.append(options)
+        raise CheckpointError("that is enough")
+
+    monkeypatch.setattr("minicache.serving.replica.llm.make_llm", make_llm)
+    result = CliRunner().invoke(app, ["serve", "--port", "0", "--in-process", *given])
+    assert isinstance(result.exception, CheckpointError)
+    assert made[0].long_prefill_threshold == threshold
+
+
 NOWHERE = ("--port", "0", "--in-process", "--model", "/nowhere/at/all")
 
 

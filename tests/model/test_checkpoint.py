@@ -117,6 +117,7 @@ def a_tensor_of_another_shape(path: Path) -> None:
         (other_metadata("vocabulary", "0123"), "another vocabulary"),
         (other_metadata("config", "large"), "do not fit"),
         (other_metadata("config", {"vocab_size": 0}), "do not fit"),
+        (other_metadata("config", {"vocab_size": 64, "num_layers": 10**9}), "1,000,000,000 layers, and"),
         (other_metadata("config", {"depth": 4}), "do not fit"),
         (other_metadata("config", None), "says about itself"),
         (a_tensor_less, "norm.weight"),

@@ -193,6 +193,13 @@ def test_what_is_not_supported(values, saying):
         ({"hidden_size": None}, "hidden_size must be a positive whole number; it is None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number"),
         ({"vocab_size": "many"}, "vocab_size must be a positive whole number; it is 'many'"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 1,024; it is 1,000,000,000"),
+        ({"hidden_size": 10**19}, "hidden_size must be at most 1,048,576"),
+        ({"head_dim": 10**9}, "head_dim must be at most 1,048,576"),
+        ({"vocab_size": 2**63}, "vocab_size must be at most 1,048,576"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 1,073,741,824"),
+        ({"eos_token_id": 10**30}, "eos_token_id must be a token id"),
+        ({"eos_token_id": [2, 2**31]}, "eos_token_id must be a token id"),
         ({"rope_theta": -1}, "rope_theta must be a positive number"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor must be a positive number; it is None"),
         (
@@ -350,6 +357,11 @@ def stored_as(dtype):
     [
         (take_away("config.json"), CheckpointError, "has no config.json: is it the folder of a model?"),
         (lambda folder: (folder / "config.json").write_text("{"), CheckpointError, "config.json cannot be read"),
+        (
+            lambda folder: (folder / "config.json").write_text("[" * 10**5),
+            CheckpointError,
+            "config.json cannot be read",
+        ),
         (lambda folder: (folder / "config.json").write_text("[]"), CheckpointError, "must hold a JSON object"),
         (take_away("model.safetensors"), CheckpointError, "has neither model.safetensors nor model.safetensors.index"),
         (as_pickle, UnsupportedModelError, "pickle, pytorch_model.bin, and loading one can run code"),

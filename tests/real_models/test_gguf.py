@@ -284,6 +284,7 @@ def test_a_broken_file(save, tmp_path, break_it, error, saying):
         ),
         ({"expert_count": 8}, UnsupportedModelError, "it has the field llama.expert_count, 8, which is not supported"),
         ({"rope__dimension_count": 8}, UnsupportedModelError, "llama.rope.dimension_count is 8"),
+        ({"block_count": 2**31}, CheckpointError, "llama.block_count must be at most 1,024; it is 2,147,483,648"),
         ({"block_count": None}, CheckpointError, "llama.block_count must be a positive whole number; it is None"),
         (
             {"feed_forward_length": 97},

@@ -212,7 +212,14 @@ class EngineOptions:
     long_prefill_threshold: int = field(
         default=0,
         metadata=option(
-            "Maximum prompt tokens of one request in a step (chunked); 0: no limit.", at_least=0, panel=BATCH
+            "Maximum prompt tokens of one request in a step (chunked); 0: no limit.",
+            at_least=0,
+            panel=BATCH,
+            serve=Face(
+                "one client's long prompt must not take the whole step",
+                default=None,
+                help="Maximum prompt tokens of one request in a step; 0: no limit; default: 512 (chunked).",
+            ),
         ),
     )
     reserve_full_prompt: bool = field(

@@ -82,7 +82,10 @@ def load_minigpt(
             "train a new one with `minicache train`"
         )
     try:
-        model = MiniGPT(MiniGPTConfig(**config))
+        shape = MiniGPTConfig(**config)
+        if shape.num_layers > len(tensors):
+            raise ValueError(f"{shape.num_layers:,} layers, and {len(tensors)} tensors")
+        model = MiniGPT(shape)
         model.load_state_dict(tensors)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: the config and the tensors do not fit together: {error}") from error

@@ -6,9 +6,16 @@ No phase builds this module.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from minicache.errors import CheckpointError, UnsupportedModelError
+
+MAX_SIZE: Final = 2**20
+"""Of a field that says how wide a model is: far beyond any, and a product of three of them is a number of bytes."""
+
+MAX_LAYERS: Final = 2**10
+MAX_POSITIONS: Final = 2**30
+MAX_TOKEN_ID: Final = 2**31 - 1
 
 
 class Fields:
@@ -32,11 +39,13 @@ class Fields:
         """Whether there is a value, be it null."""
         return name in self._values
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """An int of at least 1."""
+    def count(self, name: str, default: int | None = None, *, at_most: int = MAX_SIZE) -> int:
+        """An int of at least 1. A file is not trusted: what it says is allocated before a tensor disproves it."""
         value = self.get(name, default)
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{self._where}{name} must be a positive whole number; it is {value!r}")
+        if value > at_most:
+            raise CheckpointError(f"{self._where}{name} must be at most {at_most:,}; it is {value:,}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from minicache.errors import CheckpointError, UnsupportedModelError
 from minicache.model.assembling import Settle, assemble, check_tensors, without_memory
 from minicache.model.decoder import Decoder, DecoderConfig, LinearScaling, Llama3Scaling
-from minicache.model.fields import Fields, one_of
+from minicache.model.fields import MAX_LAYERS, MAX_POSITIONS, MAX_TOKEN_ID, Fields, one_of
 
 WEIGHTS: Final = "model.safetensors"
 CONFIG: Final = "config.json: "
@@ -84,8 +84,8 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
         method = fields.get("quantization_config")
         method = method.get("quant_method", method) if isinstance(method, Mapping) else method
         raise fields.unsupported("quantization_config", method, f"weights that are not quantised: {one_of(DTYPES)}")
-    num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
-    hidden_size = fields.count("hidden_size")
+    num_layers = fields.count("num_hidden_layers", at_most=MAX_LAYERS)
+    num_heads, hidden_size = fields.count("num_attention_heads"), fields.count("hidden_size")
     all_bias = family.qkv_bias is None and fields.flag("attention_bias")
     try:
         return DecoderConfig(
@@ -96,7 +96,7 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
             num_heads=num_heads,
             num_kv_heads=fields.count("num_key_value_heads", num_heads),
             head_dim=fields.count("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
-            max_seq_len=fields.count("max_position_embeddings"),
+            max_seq_len=fields.count("max_position_embeddings", at_most=MAX_POSITIONS),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             **_rope(fields),
             attention_bias=all_bias or bool(family.qkv_bias),
@@ -146,7 +146,7 @@ def _rope(fields: Fields) -> dict[str, Any]:
         rope.number("factor"),
         rope.number("low_freq_factor"),
         rope.number("high_freq_factor"),
-        rope.count("original_max_position_embeddings", longest),
+        rope.count("original_max_position_embeddings", longest, at_most=MAX_POSITIONS),
     )
     if scaling.low_freq_factor >= scaling.high_freq_factor:
         raise CheckpointError(f"config.json: {name}.high_freq_factor must be more than low_freq_factor")
@@ -166,7 +166,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
         return (None,) * num_layers
     if fields.has("sliding_window") and fields.get("sliding_window") is None:
         return (None,) * num_layers
-    window = fields.count("sliding_window", 4096)
+    window = fields.count("sliding_window", 4096, at_most=MAX_POSITIONS)
     if family.windows == "all":
         return (window,) * num_layers
     if kinds is not None:
@@ -195,7 +195,7 @@ def _end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     if value is None:
         value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+    if any(type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
         raise CheckpointError(f"eos_token_id must be a token id, or a list of them; it is {value!r}")
     return tuple(dict.fromkeys(ids))
 
@@ -302,7 +302,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.parent} has no {path.name}: {_instead_of(path.parent)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, Mapping):
         raise CheckpointError(f"{path} must hold a JSON object")

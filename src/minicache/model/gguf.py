@@ -16,7 +16,7 @@ from torch import Tensor
 from minicache.errors import CheckpointError, UnsupportedModelError
 from minicache.model.assembling import Settle, assemble, check_tensors, without_memory
 from minicache.model.decoder import Decoder, DecoderConfig, FactorScaling, LinearScaling
-from minicache.model.fields import Fields, one_of
+from minicache.model.fields import MAX_LAYERS, MAX_POSITIONS, MAX_TOKEN_ID, Fields, one_of
 from minicache.model.gguf_file import GGUFFile, StoredTensor
 
 ARCHITECTURES: Final = ("llama", "qwen2", "qwen3")
@@ -126,11 +126,11 @@ def gguf_config(file: GGUFFile) -> DecoderConfig:
             vocab_size=embedding.shape[0],
             hidden_size=hidden_size,
             intermediate_size=fields.count("feed_forward_length"),
-            num_layers=fields.count("block_count"),
+            num_layers=fields.count("block_count", at_most=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=fields.count("attention.head_count_kv", num_heads),
             head_dim=head_dim,
-            max_seq_len=fields.count("context_length"),
+            max_seq_len=fields.count("context_length", at_most=MAX_POSITIONS),
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base", 10_000.0),
             rope_scaling=_rope_scaling(file, fields),
@@ -154,7 +154,7 @@ def gguf_end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """
     names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
     ids = [file.fields[name] for name in names if name in file.fields]
-    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
+    if any(type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID for token_id in ids):
         raise CheckpointError(f"{file.path}: {' and '.join(names)} must be token ids; they are {ids!r}")
     return tuple(dict.fromkeys(ids))
 

@@ -71,6 +71,30 @@ def test_no_request_is_an_error_of_the_server(server: Any, described: Any, metho
     no_request_is()
 
 
+EXTREME = (10**30, -(10**30), 10**26, 2**64, 2**64 - 1, 2**63, -(2**63) - 1, 2**53 + 1, 2**31, -(2**31) - 1, 10**400)
+NOT_INTEGERS = (1e308, -1e308, 5e-324, -0.0, True, "", "\ud800", [], {}, [10**30], {"a": 10**30}, [[10**30]])
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "I", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "I"}], "max_tokens": 1}),
+    ],
+    ids=["completions", "chat"],
+)
+def test_any_field_may_be_extreme_and_is_named_if_it_is_refused(server: Any, path: str, fields: Any) -> None:
+    """Schemathesis draws numbers near the bounds of the schema; these are beyond what a machine's integers hold."""
+    api = server.ask("GET", "/openapi.json").json
+    schema = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"].split("/")[-1]
+    for name in api["components"]["schemas"][schema]["properties"]:
+        for value in (*EXTREME, *NOT_INTEGERS):
+            answer = server.ask("POST", path, {**fields, name: value})
+            assert answer.status in (200, 400, 404), (name, value, answer.body)
+            if answer.status == 400 and type(value) is int:
+                assert answer.json["error"]["param"] == name, (value, answer.body)
+
+
 def test_after_all_of_that_nothing_is_left(server: Any) -> None:
     server.wait_until_idle()
     server.assert_all_is_given_back()

@@ -104,7 +104,12 @@ def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> N
 
 @pytest.mark.parametrize(
     ("value", "form", "printed"),
-    [(0.125, ".1%", "12.5 %"), (0.5, "+.0%", "+50 %"), (-0.5, ".0%", "−50 %"), (-0.00001, ".2%", "0.00 %")],
+    [
+        (0.125, ".1%", "12.5\N{NO-BREAK SPACE}%"),
+        (0.5, "+.0%", "+50\N{NO-BREAK SPACE}%"),
+        (-0.5, ".0%", "−50\N{NO-BREAK SPACE}%"),
+        (-0.00001, ".2%", "0.00\N{NO-BREAK SPACE}%"),
+    ],
 )
 def test_a_percentage_is_printed_as_pages_write_it(
     macros: ModuleType, results: Path, value: float, form: str, printed: str

@@ -14,7 +14,7 @@ from typing import Any, Final
 from minicache.errors import CheckpointError, MinicacheError, MissingExtraError, UnsupportedModelError
 from minicache.model.fields import Fields, one_of
 from minicache.model.folder import end_token_ids
-from minicache.model.gguf import gguf_end_token_ids
+from minicache.model.gguf import gguf_end_token_ids, gguf_token_ids
 from minicache.model.gguf_file import GGUFFile
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -139,7 +139,8 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         return None
     fields = Fields(file.fields, f"{path}: ")
     try:
-        tokenizer = _byte_level_bpe(fields)
+        begin, ends = gguf_token_ids(file, "bos"), gguf_end_token_ids(file)
+        tokenizer = _byte_level_bpe(fields, begin)
     except ImportError as error:
         raise _missing(path) from error
     except MinicacheError:
@@ -153,21 +154,19 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         from tokenizers.models import BPE
         from transformers import PreTrainedTokenizerFast
 
-        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-        special = {
-            f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
-        }
+        ids = {"bos": begin, "eos": gguf_token_ids(file, "eos")}
+        special = {f"{name}_token": tokenizer.id_to_token(token_id) for name, each in ids.items() for token_id in each}
         # Only to fill in the template: it makes no tokens, so it needs none but these.
         made: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), **special)  # type: ignore[no-untyped-call]
         made.chat_template = fields.get("tokenizer.chat_template")
         return made
 
     has_template = bool(fields.get("tokenizer.chat_template"))
-    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file), has_chat_template=has_template)
+    return ModelTokenizer(tokenizer, whole, ends, has_chat_template=has_template)
 
 
-def _byte_level_bpe(fields: Fields) -> Any:
-    """The `tokenizers.Tokenizer` of a file's fields."""
+def _byte_level_bpe(fields: Fields, begin: tuple[int, ...]) -> Any:
+    """The `tokenizers.Tokenizer` of a file's fields; `begin`: the token that goes before every text, if it is there."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     fields.require("tokenizer.ggml.model", "gpt2")
@@ -176,9 +175,12 @@ def _byte_level_bpe(fields: Fields) -> Any:
         raise fields.unsupported("tokenizer.ggml.pre", split_by, one_of(_SPLITS))
     fields.require("tokenizer.ggml.add_space_prefix", False, default=False)
     fields.require("tokenizer.ggml.add_eos_token", False, default=False)
-    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges")]
+    tokens, kinds = fields.sequence("tokenizer.ggml.tokens", str), fields.sequence("tokenizer.ggml.token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in fields.sequence("tokenizer.ggml.merges", str)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocabulary[token] != token_id)
+        raise ValueError(f"the token {twice!r} is there twice")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split_by == "llama-bpe"))
     if split_by == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -195,7 +197,7 @@ def _byte_level_bpe(fields: Fields) -> Any:
         of_kind = [token for token, its in zip(tokens, kinds, strict=True) if its == kind]
         add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in of_kind])
     if fields.flag("tokenizer.ggml.add_bos_token", default=split_by == "llama-bpe"):
-        token_id = fields.get("tokenizer.ggml.bos_token_id")
+        [token_id] = begin
         token = tokens[token_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", special_tokens=[(token, token_id)]

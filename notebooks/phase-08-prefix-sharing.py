@@ -418,10 +418,13 @@ print(", ".join(f"{number:,} {name}" for name, number in total.items()), "and no
 # %%
 real_model = nb.real_model()
 if real_model is not None:
-    rules = {"role": "system", "content": "You are brief and polite. You answer in one sentence. " * 20}
-    llm = LLM(real_model, scheduler="sharing", prefix_caching=True, num_blocks=128)
-    for text in ("Who wrote Hamlet?", "Who was Ada?", "Where is Peru?", "Why do we sleep?", "Name a planet."):
-        token_ids = llm.tokenizer.apply_chat_template([rules, {"role": "user", "content": text}])
+    rules = "You are brief and polite. You answer in one sentence. " * 20
+    ask = ["Who wrote Hamlet?", "Who was Ada?", "Where is Peru?", "Why do we sleep?", "Is 7 prime?"]
+    scheduler = SharingScheduler(num_blocks=128, max_model_len=2048, prefix_caching=True)
+    llm = LLM(real_model, scheduler=scheduler)
+    for text in ask:
+        turns = [{"role": "system", "content": rules}, {"role": "user", "content": text}]
+        token_ids = llm.tokenizer.apply_chat_template(turns)
         num_hits, start = llm.scheduler.stats.num_hit_tokens, time.perf_counter()
         (answer,) = llm.generate([token_ids], SamplingParams(max_tokens=1))
         milliseconds = 1e3 * (time.perf_counter() - start)

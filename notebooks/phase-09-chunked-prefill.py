@@ -414,8 +414,8 @@ nb.check(tokens_a_step, round(sum(0.8**n for n in range(5)), 1))
 # %%
 real_model = nb.real_model()
 if real_model is not None:
-    sentence = "The ship left Lima on Monday with forty sacks of rice, and reached Panama nine days later."
-    for text in ("Why is the sky blue?", f"Repeat this text three times, word for word: {sentence}"):
+    copied = "Repeat word for word: The ship left Lima on Monday with forty sacks of rice."
+    for name, text in {"free": "Why is the sky blue?", "copy": copied}.items():
         for num_drafts in (0, 4):
             speculative = SpeculativeConfig("ngram", num_drafts) if num_drafts else None
             llm = LLM(real_model, num_blocks=128, speculative=speculative)
@@ -423,9 +423,8 @@ if real_model is not None:
             start = time.perf_counter()
             (tokens,), num_steps = answers_of(llm, [token_ids], SamplingParams(max_tokens=64))
             seconds = time.perf_counter() - start
-            print(
-                f"{text[:21]}: up to {num_drafts} draft tokens, {len(tokens)} tokens in {num_steps} steps, {seconds:.1f} s"
-            )
+            print(f"{name}, {num_drafts} draft tokens a step: {len(tokens)} tokens", end="")
+            print(f" in {num_steps} steps, {seconds:.1f} s")
 
 # %% [markdown]
 # ## Your experiment: the load that meets an SLO

@@ -158,9 +158,9 @@ def latency_against_rate(figure: Figure, scheme: Scheme) -> None:
 
 
 def overhead(figure: Figure, scheme: Scheme) -> None:
-    """A step's time at 1, 16 and 64 requests, of three models: what the model takes is 1, the rest engine and server."""
+    """A step's time at 1, 16 and 64 requests of three models: what the model takes is 1, the rest engine and server."""
     found = results("serving_overhead")
-    panels = figure.subplots(1, 3, sharey=True)
+    panels = figure.subplots(1, 3, sharex=True, sharey=True)
     names = {"minigpt": "MiniGPT", "llama": "random Llama", "smollm2": "SmolLM2"}
     for axes, (name, title) in zip(panels, names.items(), strict=True):
         batches = found[name]["batches"]
@@ -180,11 +180,11 @@ def overhead(figure: Figure, scheme: Scheme) -> None:
             yticks=range(len(batches)),
             yticklabels=[f"{batch} requests" if batch != "1" else "1 request" for batch in batches],
         )
-        axes.set_xlabel("time of a step, the model alone = 1")
         axes.set_title(f"{title}, {found[name]['num_parameters'] / 1e6:.1f} M", fontsize=TYPE_SIZE)
-        axes.set_xlim(0, max(1.6, 1.25 * axes.get_xlim()[1]))
         axes.grid(visible=False, axis="y")
     panels[0].invert_yaxis()
+    panels[0].set(xlim=(0, 2.1), xticks=(0, 1, 2))
+    panels[1].set_xlabel("time of a step, the model alone = 1")
     parts = {"model": "generated", "engine and server": "end"}
     handles = [Patch(color=color(role, scheme), label=name) for name, role in parts.items()]
     goal = Line2D([], [], color=INK[scheme], linestyle="--", linewidth=1.2, label="the goal, for 64 requests")

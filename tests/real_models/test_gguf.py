@@ -193,6 +193,8 @@ def test_a_conversation_is_that_of_the_folder(save, add_tokenizer, tmp_path):
     assert got.apply_chat_template(messages) == theirs.encode(text, add_special_tokens=False)
     with pytest.raises(ValueError, match="no role judge"):
         got.apply_chat_template([{"role": "judge", "content": "no"}])
+    assert got.encode("a\ud800b\udcff") == got.encode("a\ufffdb\ufffd")  # bytes of an argument that are no UTF-8
+    assert got.apply_chat_template([{"role": "user", "content": "\ud83d"}])
     assert got.end_token_ids == load_gguf(tmp_path / "model.gguf").config.end_token_ids == (1,)
     assert gguf_tokenizer(write_gguf(folder, tmp_path / "bare.gguf")) is None
 

@@ -48,8 +48,11 @@ class ModelTokenizer:
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
-        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
-        return list(self._tokenizer.encode(text).ids)
+        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>).
+
+        What is no letter, half of a pair of UTF-16, is U+FFFD: so are bytes that are no UTF-8 in an argument or a line.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Token ids as a text, in which end tokens and other special tokens do not show.
@@ -76,7 +79,11 @@ class ModelTokenizer:
         except Exception as error:  # a template is a program of the model's authors, and may raise what it likes
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template has written all special tokens that belong there.
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        letters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(self._tokenizer.encode(letters, add_special_tokens=add_special_tokens).ids)
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:

@@ -261,6 +261,8 @@ def _shown(text: str) -> str:
 
 def _lines(console: Console, model: str, conversation: Conversation) -> Iterator[str]:
     """What is typed, line by line, until there is no more. Bytes that are no UTF-8 are U+FFFD."""
+    if sys.stdin is None:  # closed before the start
+        return
     cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin

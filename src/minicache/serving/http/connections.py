@@ -78,9 +78,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         self._stop_unread_timer()
         for cycle in self._unanswered:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     # What the client sends
 
@@ -111,7 +110,10 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_response_complete(self) -> None:
-        """A request was answered: the next can be."""
+        """The first of the unanswered requests was answered."""
+        self._unanswered.popleft().scope.pop(
+            "extensions", None
+        )  # what it has refers to its scope: it would not be freed
         super().on_response_complete()
         if self._unparsed:
             self._parse()
@@ -132,8 +134,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._stop_head_timer()
         super().on_headers_complete()
         self.scope["extensions"] = {WRITE_NOW: {"write": partial(_write_now, self.cycle)}}
-        while self._unanswered and self._unanswered[0].response_complete:
-            self._unanswered.popleft()
         self._unanswered.append(self.cycle)
 
     def on_chunk_header(self) -> None:
@@ -156,7 +156,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _refuse(self, status: int, message: str) -> None:
         """Close the connection, and say why; but not in the middle of an answer."""
-        if all(cycle.response_complete for cycle in self._unanswered):
+        if not self._unanswered:
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: text/plain; charset=utf-8\r\n"
             head += f"content-length: {len(message)}\r\nconnection: close\r\n\r\n"
             self.transport.write(f"{head}{message}".encode())
@@ -174,10 +174,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def _head_is_late(self) -> None:
         """Close the connection; but not while an answer is still being sent on it."""
         self._head_timer = None
-        if all(cycle.response_complete for cycle in self._unanswered):
-            self.transport.close()
-        else:
+        if self._unanswered:
             self._start_head_timer()
+        else:
+            self.transport.close()
 
     # What the client reads
 
@@ -206,8 +206,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_unread_timer()
             return
         for cycle in self._unanswered:
-            if not cycle.response_complete:
-                request_log(cycle.scope).error = "unread"  # type: ignore[arg-type]
+            request_log(cycle.scope).error = "unread"  # type: ignore[arg-type]
         self.transport.abort()
 
 

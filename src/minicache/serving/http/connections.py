@@ -111,9 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The first of the unanswered requests was answered."""
-        self._unanswered.popleft().scope.pop(
-            "extensions", None
-        )  # what it has refers to its scope: it would not be freed
+        answered = self._unanswered.popleft()
+        answered.scope.pop("extensions", None)  # they refer to it, so it would wait for a garbage collection
         super().on_response_complete()
         if self._unparsed:
             self._parse()

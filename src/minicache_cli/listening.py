@@ -16,6 +16,7 @@ from minicache.errors import MinicacheError, MissingExtraError
 from minicache_cli.options import asked
 
 if TYPE_CHECKING:
+    from minicache.serving.http.listener import Listener
     from minicache.serving.http.running import Server
 
 GAVE_UP = 4
@@ -68,18 +69,16 @@ def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
             raise
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> Listener:
     """Take the port before the model is loaded: that it is not to be had is better known at once."""
+    from minicache.serving.http.listener import Listener
+
     host = host.removeprefix("[").removesuffix("]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return Listener(host, port)
     except OSError as error:
-        listener.close()
         option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}. Try another {option}") from error
-    return listener
 
 
 def url_of(listener: socket.socket, port: int, scheme: str = "http") -> str:

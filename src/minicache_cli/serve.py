@@ -48,6 +48,12 @@ class Http:
     allow_origin: list[str] | None = asked(
         None, 'Allow web pages of this origin (CORS); "*": all. May be repeated.', "ORIGIN", panel=NETWORK
     )
+    allow_host: list[str] | None = asked(
+        None, "Without a key on this machine: answer to this host name too. May be repeated.", "NAME", panel=NETWORK
+    )
+    unread_seconds: float = asked(
+        30.0, "Disconnect a client that reads nothing of its answer for so long.", "SECONDS", panel=NETWORK
+    )
     served_model_name: str | None = asked(None, "Model name in the API; default: the model's.", "NAME", panel=MODEL)
     max_waiting: int = asked(256, "Capacity of the waiting queue; above it, 429.", "N", panel=BATCH, min=0)
     replicas: int = asked(
@@ -116,7 +122,8 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
         for origin in http.allow_origin or ():
             check_origin(origin)
         listener = bind(http.host, http.port)
-        if keys is None and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        is_local = ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+        if keys is None and not is_local:
             warning = "anyone who can reach %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys"
             logger.warning(warning, http.host)
         with nullcontext() if logs.has_json else Console(stderr=True).status(f"Starting {name}") as status:
@@ -151,6 +158,8 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                 tls=tls,
                 root_path=http.root_path,
                 forwarded_allow_ips=http.forwarded_allow_ips,
+                unread_seconds=http.unread_seconds,
+                allow_hosts=(http.allow_host or ()) if keys is None and is_local else None,
             )
             try:
                 run(server, listener)

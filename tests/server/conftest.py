@@ -34,7 +34,7 @@ from minicache.serving.replica.messages import Ready, encode
 OF_APP = ("served_model_name", "api_key", "api_keys", "allow_origins", "max_body_nbytes")
 """Options of `create_app`."""
 
-OF_SERVER = ("drain_seconds", "tls", "root_path")
+OF_SERVER = ("drain_seconds", "tls", "root_path", "unread_seconds", "allow_hosts")
 """Options of `Server`."""
 
 SECONDS = 60

@@ -268,6 +268,15 @@ def test_the_level_is_ours_uvicorns_a_bit_less_and_of_others_only_warnings(
     assert settings() == before
 
 
+def test_that_bytes_were_written_to_clients_that_had_left_is_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    """asyncio says it once for each piece; 665 times in a storm of clients."""
+    with logging_to_stderr("info", "json"):
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").warning("another")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "another"
+
+
 def test_no_level_tells_prompts_answers_or_keys(
     serve: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:

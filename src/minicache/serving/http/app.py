@@ -115,6 +115,7 @@ def create_app(
         summary="An OpenAI-compatible API in front of the engine that this course builds.",
         docs_url=None,  # these pages load their scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would go to wherever the Host header says
         lifespan=lifespan,
     )
     app.state.served = served

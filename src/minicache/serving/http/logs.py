@@ -271,6 +271,11 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return not isinstance(error, CancelledError) and not _message(record).endswith("CancelledError")
 
 
+def _is_no_lost_client(record: logging.LogRecord) -> bool:
+    """Drops asyncio's lines of what was written to clients that had left. That they left is in the requests' lines."""
+    return record.msg != "socket.send() raised exception."
+
+
 @contextmanager
 def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
     """Have all logs written to stderr, until the block is left.
@@ -285,6 +290,7 @@ def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
     """
     handler = _Stderr()
     handler.addFilter(_is_no_cancellation)
+    handler.addFilter(_is_no_lost_client)
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     handler.setFormatter(JSONLines() if form == "json" else TextLines(colored=colored))
     root, lowest = logging.getLogger(), LOG_LEVELS[level]

@@ -121,6 +121,35 @@ async def test_headers_pass_but_for_those_of_one_connection() -> None:
     assert "keep-alive" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("X-Mine", " a\t ", 200),  # legal: the spaces are none of the value
+        ("X-Mine", "a\x00b", 400),
+        ("X(Mine", "a", 400),
+        ("Cookie", "a" * 60_000, 431),
+    ],
+)
+@in_a_loop
+async def test_no_worker_is_to_blame_for_a_clients_headers(name: str, value: str, status: int) -> None:
+    workers = FakeWorker(refuse(200)), FakeWorker(refuse(200))
+    async with proxied(*workers) as proxy:
+        responses = [await proxy.post({"prompt": "a"}, headers={name: value}) for _ in range(4)]
+        assert [each["num_failed"] for each in json.loads(await proxy.proxy.picture())["workers"]] == [0, 0]
+    assert [response.status_code for response in responses] == [status] * 4
+    asked = [each.headers[name.lower()] for worker in workers for each in worker.asked]
+    assert asked == (["a"] * 4 if status == 200 else [])
+
+
+@in_a_loop
+async def test_a_path_that_cannot_be_passed_on() -> None:
+    worker = FakeWorker(refuse(200))
+    async with proxied(worker) as proxy:
+        opened = proxy.open(None, "/v1/models/" + "a" * 70_000)
+        assert "cannot be passed on" in json.loads(await opened.read_all())["error"]["message"]
+    assert not worker.asked
+
+
 @in_a_loop
 async def test_what_a_worker_refuses_about_the_request_is_its_word() -> None:
     """A 400 is an answer: no one else is asked."""

@@ -18,6 +18,7 @@ from minicache.fleet.membership import Membership
 from minicache.fleet.router import Router
 from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
 from minicache.serving.events import EventSplitter
+from minicache.serving.http.errors import ApiError
 from minicache.serving.proxy.metrics import Metrics
 
 logger = logging.getLogger("minicache.route")
@@ -232,15 +233,18 @@ class Workers:
 
         Raises:
             WorkerError: it cannot be reached, or breaks off.
+            ApiError: the client's path or headers cannot be sent. No worker is to blame.
         """
-        request = httpx.Request(method, f"{worker.url}{path}", headers=list(headers), content=content)
-        request.extensions["timeout"] = self._client.timeout.as_dict()
         try:
+            request = httpx.Request(method, f"{worker.url}{path}", headers=list(headers), content=content)
+            request.extensions["timeout"] = self._client.timeout.as_dict()
             async with _until_it_is_gone(worker):
                 response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._is_unreachable(worker)
             raise WorkerError(f"{worker.url} cannot be reached: {_reason(error)}", was_sent=False) from error
+        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+            raise ApiError(400, f"the request cannot be passed on: {_reason(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:
             raise WorkerError(f"{worker.url} broke off: {_reason(error)}") from error
         return Reply(worker, response)

@@ -649,6 +649,18 @@ async def test_a_worker_whose_number_is_none_is_watched_nevertheless() -> None:
 
 
 @in_a_loop
+async def test_metrics_of_a_worker_that_asks_for_a_key() -> None:
+    """Without the key it serves as well, but nothing is known of it."""
+    worker = FakeWorker()
+    worker.metrics_key = "k"
+    for key, kind in ((None, "other"), ("k", "minicache")):
+        async with proxied(worker, metrics_key=key) as proxy:
+            (shown,) = json.loads(await proxy.proxy.picture())["workers"]
+            assert (shown["is_healthy"], shown["kind"]) == (True, kind)
+        worker.url = ""
+
+
+@in_a_loop
 async def test_metrics_and_the_page() -> None:
     numbers = 'minicache:a 1\nvllm:num_requests_running{engine="0"} 1\nvllm:num_requests_waiting{engine="0"} 2\n'
     numbers += 'vllm:prefix_cache_queries_total{engine="0"} 8\nvllm:prefix_cache_hits_total{engine="0"} 6\n'

@@ -31,7 +31,7 @@ from minicache.serving.replica.core import EngineCore
 from minicache.serving.replica.llm import info_of
 from minicache.serving.replica.messages import Ready, encode
 
-OF_APP = ("served_model_name", "api_key", "api_keys", "allow_origins", "max_body_nbytes")
+OF_APP = ("served_model_name", "api_key", "api_keys", "metrics_key", "allow_origins", "max_body_nbytes")
 """Options of `create_app`."""
 
 OF_SERVER = ("drain_seconds", "tls", "root_path")

@@ -147,6 +147,7 @@ class Workers:
         check_seconds: how often each is probed.
         check_timeout: how long a probe waits. A refused connection fails at once; two in a row that are not
             answered at all mean that the machine is gone, and end the streams that wait for it.
+        metrics_key: what the workers' /metrics ask for; None: nothing.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Workers:
         max_unfinished: int,
         check_seconds: float = 1.0,
         check_timeout: float = 5.0,
+        metrics_key: str | None = None,
     ) -> None:
         self.router, self.membership, self.metrics = router, Membership(), metrics
         self.workers = {url: Worker(url) for url in urls}
@@ -165,6 +167,7 @@ class Workers:
             self.membership.join(url, max_unfinished=max_unfinished)
         self._check_seconds = check_seconds
         self._check_timeout = httpx.Timeout(check_timeout)
+        self._metrics_headers = {} if metrics_key is None else {b"Authorization": f"Bearer {metrics_key}".encode()}
         self._checks: list[asyncio.Task[None]] = []
         self._first_checks = [asyncio.Event() for _ in self.workers]
         self._client = httpx.AsyncClient(
@@ -305,7 +308,9 @@ class Workers:
         health = await self._client.get(f"{worker.url}/health", timeout=self._check_timeout)
         if health.status_code >= 500:
             health.raise_for_status()
-        metrics = await self._client.get(f"{worker.url}/metrics", timeout=self._check_timeout)
+        metrics = await self._client.get(
+            f"{worker.url}/metrics", headers=self._metrics_headers, timeout=self._check_timeout
+        )
         if metrics.status_code != 200:
             return {}
         worker.kind = _kind(metrics.text)

@@ -16,7 +16,7 @@ __getattr__, __dir__ = lazily(__name__, commands="app")
 
 def main() -> None:
     """Run the command line. What the package refuses on purpose is one line on stderr and exit status 1."""
-    for name in ("stdout", "stderr"):  # closed by whoever started it: else a socket would get the file's number
+    for name in ("stdout", "stderr"):  # closed: a socket would get the number of the file
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
     language.bind()

@@ -281,7 +281,7 @@ def _report_lost(number: int) -> None:
 
 @contextmanager
 def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
-    """Have all logs written to stderr, until the block is left; by a thread, so that logging never waits or fails.
+    """Have all logs written to stderr, until the block is left; a thread writes them, and logging never waits or fails.
 
     What minicache logs is written from `level` up. So is what uvicorn does; but at "info" only its warnings, since its
     lines of that level repeat the server's own. Of other libraries, warnings and errors are written, and Python's

@@ -1,6 +1,6 @@
-"""Standard output and standard error of a server: a thread writes them, so that nothing else waits or fails.
+"""Standard output and standard error of a server: a thread writes them, and nothing else waits for that or fails by it.
 
-A pipe that nobody reads is full after some 240 lines, and a write to it never returns; a full disk or a terminal that
+A pipe that is not read is full after some 240 lines, and a write to it never returns; a full disk or a terminal that
 has gone makes a write fail. Neither may hold up an answer.
 """
 

@@ -273,10 +273,11 @@ async def proxied(
     for worker in workers:
         if not worker.url:
             await worker.start()
-    while [each.url for each in workers] != sorted(each.url for each in workers):
+    if (in_order := sorted(each.url for each in workers)) != [each.url for each in workers]:
         for worker in workers:
             await worker.stop()
-            await worker.start()
+        for worker, url in zip(workers, in_order, strict=True):
+            await worker.start(int(url.rpartition(":")[2]))
     urls = [each.url for each in workers]
     fleet = Workers(
         urls,

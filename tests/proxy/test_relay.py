@@ -402,6 +402,21 @@ async def test_an_answer_in_one_body_is_asked_again() -> None:
     assert workers[1].asked[0].body == BODY | {"stream": False}
 
 
+@in_a_loop
+async def test_a_request_that_kills_its_engine_is_sent_three_times_at_most() -> None:
+    """In one body too, where it is a 503: but one that has begun."""
+
+    async def die(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        body = {"error": {"message": "it was killed", "code": "engine_died"}}
+        await respond(writer, 503, json.dumps(body).encode(), "Content-Type: application/json")
+
+    workers = [FakeWorker(die) for _ in range(5)]
+    async with proxied(*workers) as proxy:
+        response = await proxy.post(BODY | {"stream": False})
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_died")
+    assert sum(len(each.asked) for each in workers) == 3
+
+
 # Who is asked
 
 

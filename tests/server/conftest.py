@@ -134,6 +134,9 @@ class CoreInThread:
             self._is_killed = True
             threading.Thread(target=self._context.term, daemon=True).start()
 
+    def cpu_seconds(self) -> None:
+        """Not known."""
+
 
 @dataclass
 class Running:

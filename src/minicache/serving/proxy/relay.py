@@ -227,6 +227,13 @@ class Relay(Response):
             self._open.push_async_callback(reply.close)
             if reply.response.status_code not in BUSY:
                 return reply, attempt
+            try:
+                await _check_has_not_begun(reply)
+            except WorkerError as error:
+                await self._has_failed(worker, attempt, error)
+                if failover.is_finished:
+                    raise self._lost(error) from error
+                continue
             refusal = await _refusal(reply)
             refused_by.add(worker.url)
             failover.refuse(attempt)
@@ -253,6 +260,15 @@ class Relay(Response):
     def _lost(self, error: Exception) -> ApiError:
         self._workers.metrics.lost.inc()
         return ApiError(502, f"the answer was aborted: {error}", kind="server_error", code="worker_died")
+
+
+async def _check_has_not_begun(reply: Reply) -> None:
+    """Raise a WorkerError if an engine has died with the request, or its answer breaks off: that counts as an attempt.
+
+    A request that kills every engine would else be sent to all workers.
+    """
+    if reply.response.status_code == 503 and b'"engine_died"' in await reply.read():
+        raise WorkerError(f"the engine of {reply.worker.url} has died")
 
 
 async def _refusal(reply: Reply) -> ApiError:

@@ -162,6 +162,20 @@ def test_the_oldest_turns_make_room(folder: Path) -> None:
     assert [hit > 0 for hit in hits] == [False, True, True, True, False, True, True]
 
 
+def test_a_line_that_is_no_utf8(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["chat", str(folder), "--num-blocks", "64"], input=b"caf\xe9 \xff\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(SAID)
+
+
+def test_a_closed_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["minicache", "chat", str(folder), "--num-blocks", "64"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
+
+
 def test_a_question_that_cannot_fit_changes_nothing(folder: Path) -> None:
     options = ("--max-model-len", "60")
     first, under_first, refusal, again, under_again = chat(folder, "hello", "x" * 70, "hello", options=options)

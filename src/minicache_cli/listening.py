@@ -56,8 +56,9 @@ def needing_extra(doing: str) -> Iterator[None]:
 def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
     """Logs go to stderr. Why it does not serve is an error of the command, or a line of a log for programs."""
     from minicache.serving.http.logs import logging_to_stderr
+    from minicache.serving.http.output import written_by_a_thread
 
-    with logging_to_stderr(logs.log_level, logs.log_format):
+    with written_by_a_thread("stdout"), logging_to_stderr(logs.log_level, logs.log_format):
         try:
             yield
         except (MinicacheError, ValueError) as error:

@@ -45,6 +45,12 @@ class Http:
     api_keys: Path | None = asked(
         None, "TOML file of keys with names and limits; SIGHUP reloads it.", "FILE", panel=NETWORK
     )
+    share_prefix_cache: bool = asked(
+        False, "Share cached prefixes among --api-keys; keys can then tell what others have sent.", panel=NETWORK
+    )
+    metrics_key: str | None = asked(
+        None, "Key that /metrics requires.", "KEY", envvar="MINICACHE_METRICS_KEY", panel=NETWORK
+    )
     allow_origin: list[str] | None = asked(
         None, 'Allow web pages of this origin (CORS); "*": all. May be repeated.', "ORIGIN", panel=NETWORK
     )
@@ -150,7 +156,13 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                     starter(options), tokenizer, num_replicas=http.replicas, max_waiting=http.max_waiting
                 )
                 client.on_progress = on_progress
-            api = create_app(client, served_model_name=name, api_keys=keys, allow_origins=http.allow_origin or ())
+            api = create_app(
+                client,
+                served_model_name=name,
+                api_keys=keys,
+                metrics_key=http.metrics_key,
+                allow_origins=http.allow_origin or (),
+            )
             server = Server(
                 api,
                 drain_seconds=http.drain_seconds,
@@ -197,7 +209,9 @@ def _keys(http: Http) -> ApiKeys | None:
         raise ValueError("--api-key (or MINICACHE_API_KEY) and --api-keys exclude each other: leave out one")
     if http.api_key is not None:
         return ApiKeys.of_single(http.api_key)
-    return None if http.api_keys is None else ApiKeys.of_file(http.api_keys)
+    if http.api_keys is None:
+        return None
+    return ApiKeys.of_file(http.api_keys, share_prefix_cache=http.share_prefix_cache)
 
 
 def _log(info: EngineInfo, options: ReplicaOptions, http: Http, name: str, url: str) -> None:

@@ -108,7 +108,7 @@ class ApiCall:
         prompts are tokenized; one that its key has no tokens for, after.
         """
         served, body, params = self._served, self._body, self._params
-        options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": body.cache_salt}
+        options: dict[str, Any] = {"priority": body.priority or 0, "cache_salt": self._usage.salted(body.cache_salt)}
         if (num_logprobs := body.num_logprobs()) is not None:
             options["num_logprobs"] = num_logprobs
         with self._refusals("n"):
@@ -169,7 +169,7 @@ class ApiCall:
 
     def _count(self, name: str, value: int, *reason: str) -> None:
         """Count something of its key, if keys are asked for."""
-        if self._usage.key.name:
+        if self._usage.is_known:
             self._served.metrics.count_key(name, value, self._usage.key.name, *reason)
 
     @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from gettext import gettext as _
 
@@ -15,6 +16,9 @@ __getattr__, __dir__ = lazily(__name__, commands="app")
 
 def main() -> None:
     """Run the command line. What the package refuses on purpose is one line on stderr and exit status 1."""
+    for name in ("stdout", "stderr"):  # closed: a socket would get the number of the file
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  as long as the process
     language.bind()
     try:
         sys.argv[1:] = _in_its_language(sys.argv[1:])

@@ -16,6 +16,7 @@ from minicache.errors import MinicacheError, MissingExtraError
 from minicache_cli.options import asked
 
 if TYPE_CHECKING:
+    from minicache.serving.http.listener import Listener
     from minicache.serving.http.running import Server
 
 GAVE_UP = 4
@@ -55,8 +56,9 @@ def needing_extra(doing: str) -> Iterator[None]:
 def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
     """Logs go to stderr. Why it does not serve is an error of the command, or a line of a log for programs."""
     from minicache.serving.http.logs import logging_to_stderr
+    from minicache.serving.http.output import written_by_a_thread
 
-    with logging_to_stderr(logs.log_level, logs.log_format):
+    with written_by_a_thread("stdout"), logging_to_stderr(logs.log_level, logs.log_format):
         try:
             yield
         except (MinicacheError, ValueError) as error:
@@ -68,18 +70,16 @@ def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
             raise
 
 
-def bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> Listener:
     """Take the port before the model is loaded: that it is not to be had is better known at once."""
+    from minicache.serving.http.listener import Listener
+
     host = host.removeprefix("[").removesuffix("]")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return Listener(host, port)
     except OSError as error:
-        listener.close()
         option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ValueError(f"cannot listen on {host}, port {port}: {error.strerror}. Try another {option}") from error
-    return listener
 
 
 def url_of(listener: socket.socket, port: int, scheme: str = "http") -> str:

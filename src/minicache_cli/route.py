@@ -34,6 +34,9 @@ class Routing:
     block_size: int = asked(16, "Block size of the workers' prefix caches.", "N", min=1)
     capacity_blocks: int = asked(4096, "Blocks per worker that affinity remembers.", "N", min=1)
     max_imbalance: int = asked(8, "How many more requests than the least loaded a worker may have.", "N", min=0)
+    metrics_key: str | None = asked(
+        None, "Key that the workers' /metrics require.", "KEY", envvar="MINICACHE_METRICS_KEY"
+    )
     seed: int = asked(0, "Seed of random choices.", "N", min=0)
     drain_seconds: float = asked(30.0, "How long SIGTERM waits for answers in progress.", "SECONDS", min=0.0)
 
@@ -72,7 +75,7 @@ def route(
         limits = {"max_imbalance": to.max_imbalance, "capacity_blocks": to.capacity_blocks}
         router = create_router(to.policy, seed=to.seed, **limits)
         listener = bind(to.host, to.port)
-        fleet = Workers(urls, router, Metrics(urls), max_unfinished=to.max_unfinished)
+        fleet = Workers(urls, router, Metrics(urls), max_unfinished=to.max_unfinished, metrics_key=to.metrics_key)
         api = create_app(fleet, policy=to.policy, block_size=to.block_size)
 
         def on_listening(at: int) -> None:

@@ -48,8 +48,20 @@ class Http:
     api_keys: Path | None = asked(
         None, "TOML file of keys with names and limits; SIGHUP reloads it.", "FILE", panel=NETWORK
     )
+    share_prefix_cache: bool = asked(
+        False, "Share cached prefixes among --api-keys; keys can then tell what others have sent.", panel=NETWORK
+    )
+    metrics_key: str | None = asked(
+        None, "Key that /metrics requires.", "KEY", envvar="MINICACHE_METRICS_KEY", panel=NETWORK
+    )
     allow_origin: list[str] | None = asked(
         None, 'Allow web pages of this origin (CORS); "*": all. May be repeated.', "ORIGIN", panel=NETWORK
+    )
+    allow_host: list[str] | None = asked(
+        None, "Without a key on this machine: answer to this host name too. May be repeated.", "NAME", panel=NETWORK
+    )
+    unread_seconds: float = asked(
+        30.0, "Disconnect a client that reads nothing of its answer for so long.", "SECONDS", panel=NETWORK
     )
     served_model_name: str | None = asked(None, "Model name in the API; default: the model's.", "NAME", panel=MODEL)
     max_waiting: int = asked(256, "Capacity of the waiting queue; above it, 429.", "N", panel=BATCH, min=0)
@@ -119,7 +131,8 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
         for origin in http.allow_origin or ():
             check_origin(origin)
         listener = bind(http.host, http.port)
-        if keys is None and not ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback:
+        is_local = ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback
+        if keys is None and not is_local:
             warning = "anyone who can reach %s can use the model: set --api-key, MINICACHE_API_KEY or --api-keys"
             logger.warning(warning, http.host)
         with nullcontext() if logs.has_json else Console(stderr=True).status(f"Starting {name}") as status:
@@ -146,7 +159,13 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                     starter(options), tokenizer, num_replicas=http.replicas, max_waiting=http.max_waiting
                 )
                 client.on_progress = on_progress
-            api = create_app(client, served_model_name=name, api_keys=keys, allow_origins=http.allow_origin or ())
+            api = create_app(
+                client,
+                served_model_name=name,
+                api_keys=keys,
+                metrics_key=http.metrics_key,
+                allow_origins=http.allow_origin or (),
+            )
             server = Server(
                 api,
                 drain_seconds=http.drain_seconds,
@@ -154,6 +173,8 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                 tls=tls,
                 root_path=http.root_path,
                 forwarded_allow_ips=http.forwarded_allow_ips,
+                unread_seconds=http.unread_seconds,
+                allow_hosts=(http.allow_host or ()) if keys is None and is_local else None,
             )
             try:
                 run(server, listener)
@@ -201,7 +222,9 @@ def _keys(http: Http) -> ApiKeys | None:
         raise ValueError("--api-key (or MINICACHE_API_KEY) and --api-keys exclude each other: leave out one")
     if http.api_key is not None:
         return ApiKeys.of_single(http.api_key)
-    return None if http.api_keys is None else ApiKeys.of_file(http.api_keys)
+    if http.api_keys is None:
+        return None
+    return ApiKeys.of_file(http.api_keys, share_prefix_cache=http.share_prefix_cache)
 
 
 def _log(info: EngineInfo, options: ReplicaOptions, http: Http, name: str, url: str) -> None:

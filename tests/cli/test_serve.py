@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
+from http.client import HTTPConnection
 from typing import Any
 
 import pytest
@@ -111,6 +115,40 @@ def test_whoever_lets_other_machines_in_without_a_key_is_warned(options: list[st
     result = CliRunner().invoke(app, ["serve", *NOWHERE, *options])
     assert isinstance(result.exception, CheckpointError), result.output
     assert ("set --api-key" in result.output) == is_warned
+
+
+# What it writes, and where nothing can be written
+
+NUM_REQUESTS = 600
+"""Their lines in the log are more than a pipe holds."""
+
+
+@pytest.mark.parametrize("redirected", [">/dev/full 2>&1", ">&- 2>&-", ""], ids=["full", "closed", "not read"])
+def test_nothing_that_cannot_be_written_holds_it_up(redirected: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [sys.executable, "-c", "from minicache_cli import main; main()", "serve", "--port", str(port)]
+    command = f"exec {shlex.join([*words, '--in-process'])} {redirected}"
+    with subprocess.Popen(["sh", "-c", command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            connection = HTTPConnection("127.0.0.1", port, timeout=60)
+            while True:
+                assert process.poll() is None, "it has ended"
+                with suppress(OSError):
+                    connection.request("GET", "/health")
+                    if (answer := connection.getresponse()).read() and answer.status == 200:
+                        break
+                connection.close()
+                time.sleep(0.1)
+            for _ in range(NUM_REQUESTS):
+                connection.request("GET", "/v1/models")
+                answer = connection.getresponse()
+                assert answer.read()
+                assert answer.status == 200
+            process.terminate()
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
 
 
 # Options that will disappoint

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -71,7 +74,7 @@ def serve(llm: LLM, prompts: list[list[int]], wishes: list[SamplingParams]) -> d
             return got
         try:
             chunks = llm.step()
-        except OSError:
+        except (OSError, KeyboardInterrupt):
             llm.scheduler.check()
             assert llm.scheduler.num_running == 0
             continue
@@ -151,6 +154,48 @@ def test_an_interrupt_is_recovered_from_too(model: MiniGPT, prompts: list[list[i
     llm.run_model = fine  # type: ignore[method-assign]
     assert not llm.has_unfinished
     assert llm.generate(prompts[:2], SamplingParams(max_tokens=5)) == expected
+
+
+class Interrupts:
+    """KeyboardInterrupts in the scheduler's own code, at lines that run there: `first`, 4 · `first`, 9 · `first`, …"""
+
+    def __init__(self, llm: LLM, first: int) -> None:
+        self.first, self.num_lines, self.num_raised = first, 0, 0
+        for name in ("schedule", "update_from_output"):
+            setattr(llm.scheduler, name, partial(self.run, getattr(llm.scheduler, name)))
+
+    def run(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self.trace)
+        try:
+            return method(*arguments)
+        finally:
+            sys.settrace(before)
+
+    def trace(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and not frame.f_code.co_filename.endswith("restore.py"):
+            self.num_lines += 1
+            if self.num_lines == self.first * (self.num_raised + 1) ** 2:
+                self.num_raised += 1
+                raise KeyboardInterrupt
+        return self.trace
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "drafts"])
+def test_an_interrupt_in_the_schedulers_own_code_loses_nothing(
+    model: MiniGPT, prompts: list[list[int]], engine: str
+) -> None:
+    wishes = wishes_of(0)
+    plain = serve(LLM(model, num_blocks=200), prompts[:5], wishes)
+    drafts = SWAP | {"max_num_batched_tokens": 24, "speculative": "minigpt-draft"}
+    for first in range(30, 60, 3):
+        llm = LLM(model, **ENGINES.get(engine, drafts))
+        interrupts = Interrupts(llm, first)
+        assert serve(llm, prompts[:5], wishes) == plain, first
+        assert interrupts.num_raised > 5
+        llm.scheduler.check()
+        assert llm.scheduler.pool.num_used == 0
+        assert not llm.answers
 
 
 def test_a_request_that_outgrew_the_memory_in_the_failed_step_is_told(model: MiniGPT, prompts: list[list[int]]) -> None:

@@ -64,6 +64,7 @@ class FakeWorker:
     def __init__(self, answer: Answer | None = None, *, metrics: str = MINICACHE) -> None:
         self.answer: Answer = answer or stream()
         self.metrics, self.health, self.is_silent = metrics, 200, False
+        self.metrics_key: str | None = None
         self.asked: list[Asked] = []
         self.sent = b""
         self.url = ""
@@ -101,7 +102,8 @@ class FakeWorker:
         if path == "/health":
             await respond(writer, self.health, b"{}")
         elif path == "/metrics":
-            await respond(writer, 200, self.metrics.encode())
+            is_refused = self.metrics_key and headers.get("authorization") != f"Bearer {self.metrics_key}"
+            await respond(writer, 401 if is_refused else 200, b"" if is_refused else self.metrics.encode())
         else:
             asked = Asked(method, path, headers, json.loads(content) if content else None)
             self.asked.append(asked)
@@ -265,16 +267,17 @@ class Proxied:
 
 @asynccontextmanager
 async def proxied(
-    *workers: FakeWorker, policy: str = "round_robin", max_unfinished: int = 64, check_timeout: float = 0.1
+    *workers: FakeWorker, policy: str = "round_robin", max_unfinished: int = 64, check_timeout: float = 0.1, **more: Any
 ) -> AsyncIterator[Proxied]:
     """A proxy in front of workers, which round robin asks in the order in which they are given."""
     for worker in workers:
         if not worker.url:
             await worker.start()
-    while [each.url for each in workers] != sorted(each.url for each in workers):
+    if (in_order := sorted(each.url for each in workers)) != [each.url for each in workers]:
         for worker in workers:
             await worker.stop()
-            await worker.start()
+        for worker, url in zip(workers, in_order, strict=True):
+            await worker.start(int(url.rpartition(":")[2]))
     urls = [each.url for each in workers]
     fleet = Workers(
         urls,
@@ -283,6 +286,7 @@ async def proxied(
         max_unfinished=max_unfinished,
         check_seconds=0.03,
         check_timeout=check_timeout,
+        **more,
     )
     api = create_app(fleet, policy=policy, block_size=4)
     app = RequestLogs(api)

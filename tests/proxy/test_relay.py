@@ -121,6 +121,35 @@ async def test_headers_pass_but_for_those_of_one_connection() -> None:
     assert "keep-alive" not in response.headers
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "status"),
+    [
+        ("X-Mine", " a\t ", 200),  # legal: the spaces are none of the value
+        ("X-Mine", "a\x00b", 400),
+        ("X(Mine", "a", 400),
+        ("Cookie", "a" * 60_000, 431),
+    ],
+)
+@in_a_loop
+async def test_no_worker_is_to_blame_for_a_clients_headers(name: str, value: str, status: int) -> None:
+    workers = FakeWorker(refuse(200)), FakeWorker(refuse(200))
+    async with proxied(*workers) as proxy:
+        responses = [await proxy.post({"prompt": "a"}, headers={name: value}) for _ in range(4)]
+        assert [each["num_failed"] for each in json.loads(await proxy.proxy.picture())["workers"]] == [0, 0]
+    assert [response.status_code for response in responses] == [status] * 4
+    asked = [each.headers[name.lower()] for worker in workers for each in worker.asked]
+    assert asked == (["a"] * 4 if status == 200 else [])
+
+
+@in_a_loop
+async def test_a_path_that_cannot_be_passed_on() -> None:
+    worker = FakeWorker(refuse(200))
+    async with proxied(worker) as proxy:
+        opened = proxy.open(None, "/v1/models/" + "a" * 70_000)
+        assert "cannot be passed on" in json.loads(await opened.read_all())["error"]["message"]
+    assert not worker.asked
+
+
 @in_a_loop
 async def test_what_a_worker_refuses_about_the_request_is_its_word() -> None:
     """A 400 is an answer: no one else is asked."""
@@ -373,6 +402,21 @@ async def test_an_answer_in_one_body_is_asked_again() -> None:
     assert workers[1].asked[0].body == BODY | {"stream": False}
 
 
+@in_a_loop
+async def test_a_request_that_kills_its_engine_is_sent_three_times_at_most() -> None:
+    """In one body too, where it is a 503: but one that has begun."""
+
+    async def die(worker: FakeWorker, asked: Asked, writer: asyncio.StreamWriter) -> None:
+        body = {"error": {"message": "it was killed", "code": "engine_died"}}
+        await respond(writer, 503, json.dumps(body).encode(), "Content-Type: application/json")
+
+    workers = [FakeWorker(die) for _ in range(5)]
+    async with proxied(*workers) as proxy:
+        response = await proxy.post(BODY | {"stream": False})
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_died")
+    assert sum(len(each.asked) for each in workers) == 3
+
+
 # Who is asked
 
 
@@ -617,6 +661,18 @@ async def test_a_worker_whose_number_is_none_is_watched_nevertheless() -> None:
         await live.leave()
         (shown,) = picture["workers"]
         assert (shown["is_healthy"], shown["num_unfinished"]) == (True, 0)
+
+
+@in_a_loop
+async def test_metrics_of_a_worker_that_asks_for_a_key() -> None:
+    """Without the key it serves as well, but nothing is known of it."""
+    worker = FakeWorker()
+    worker.metrics_key = "k"
+    for key, kind in ((None, "other"), ("k", "minicache")):
+        async with proxied(worker, metrics_key=key) as proxy:
+            (shown,) = json.loads(await proxy.proxy.picture())["workers"]
+            assert (shown["is_healthy"], shown["kind"]) == (True, kind)
+        worker.url = ""
 
 
 @in_a_loop

@@ -31,10 +31,10 @@ from minicache.serving.replica.core import EngineCore
 from minicache.serving.replica.llm import info_of
 from minicache.serving.replica.messages import Ready, encode
 
-OF_APP = ("served_model_name", "api_key", "api_keys", "allow_origins", "max_body_nbytes")
+OF_APP = ("served_model_name", "api_key", "api_keys", "metrics_key", "allow_origins", "max_body_nbytes")
 """Options of `create_app`."""
 
-OF_SERVER = ("drain_seconds", "tls", "root_path")
+OF_SERVER = ("drain_seconds", "tls", "root_path", "unread_seconds", "allow_hosts")
 """Options of `Server`."""
 
 SECONDS = 60
@@ -133,6 +133,9 @@ class CoreInThread:
         if not self._is_killed:
             self._is_killed = True
             threading.Thread(target=self._context.term, daemon=True).start()
+
+    def cpu_seconds(self) -> None:
+        """Not known."""
 
 
 @dataclass

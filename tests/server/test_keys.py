@@ -7,6 +7,7 @@ import base64
 import http.client
 import json
 import logging
+import os
 import resource
 import threading
 from collections.abc import Iterator
@@ -84,6 +85,10 @@ BAD = {
     "a reserved name": ('[keys.unknown]\nkey = "x"', "is not 'unknown'"),
     "an empty name": ('[keys.""]\nkey = "x"', "1 … 64 printable"),
     "a name of two lines": ('[keys."a\\nb"]\nkey = "x"', "1 … 64 printable"),
+    "too deep": ("x = " + "[" * 10_000, "not valid TOML"),
+    "too many digits": (of_ada("max_concurrent = " + "9" * 5000), "not valid TOML"),
+    "too many keys": ("".join(f'[keys.k{i}]\nkey = "{i}"\n' for i in range(1001)), "at most 1000 keys; got 1001"),
+    "too long": ("#" * 2**21, "at most 1048576 bytes"),
 }
 
 
@@ -104,6 +109,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes('[keys."é"]\nkey = "a"'.encode("latin-1"))
     with pytest.raises(ValueError, match="save it as UTF-8"):
         read_api_keys(tmp_path / "latin")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="must be a file"):
+        read_api_keys(tmp_path / "pipe")
+
+
+def test_a_file_that_windows_has_written(tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_bytes(b"\xef\xbb\xbf" + of_ada().replace("\n", "\r\n").encode())
+    assert [key.name for key in read_api_keys(tmp_path / "keys.toml")] == ["ada", "bob"]
 
 
 # The limits, by a clock that the test moves
@@ -332,6 +345,60 @@ def test_openai_client_waits_as_it_is_told(served_to: Any, engine_kind: str) -> 
 def test_one_key_or_a_file_of_them(tmp_path: Path, serve: Any) -> None:
     with pytest.raises(ValueError, match="not both"):
         serve(api_key="x", api_keys=ApiKeys.of_file(write(tmp_path / "keys.toml", of_ada())))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_key_does_not_learn_what_another_has_sent(tmp_path: Path, serve: Any, is_shared: bool) -> None:
+    """Neither by time nor by the metrics: the prefix cache has nothing of one key for another."""
+    path = write(tmp_path / "keys.toml", of_ada())
+    server = serve(api_keys=ApiKeys.of_file(path, share_prefix_cache=is_shared), prefix_caching=True)
+
+    def num_hits(key: str, **fields: Any) -> float:
+        before = sample(server, "vllm:prefix_cache_hits_total")
+        wish = {"prompt": [2, 3] * 40, "max_tokens": 1, **fields}
+        assert server.ask("POST", "/v1/completions", wish, as_key(key)).status == 200
+        server.wait_until_idle()
+        return sample(server, "vllm:prefix_cache_hits_total") - before
+
+    assert num_hits("ada-1") == 0
+    assert num_hits("ada-1") == 64
+    assert num_hits("bob-1") == (64 if is_shared else 0)
+    assert num_hits("bob-1") == 64
+    salted = {"cache_salt": "s"}
+    assert num_hits("ada-1", **salted) == 0
+    assert num_hits("bob-1", **salted) == (64 if is_shared else 0)
+    assert num_hits("ada-1", **salted) == 64
+
+
+def test_metrics_behind_a_key(served_to: Any) -> None:
+    server = served_to(metrics_key="for-prometheus")
+    for headers in ({}, as_key("ada-1")):
+        refused = server.ask("GET", "/metrics", headers=headers)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert server.ask("GET", "/metrics", headers=as_key("for-prometheus")).status == 200
+    assert server.ask("GET", "/v1/models", headers=as_key("for-prometheus")).status == 401
+    assert server.ask("GET", "/health").status == 200
+
+
+def test_a_removed_keys_numbers_leave_with_it(tmp_path: Path, serve: Any, model: Any, gate: threading.Event) -> None:
+    """And what it has in progress then brings none of them back."""
+    path = write(tmp_path / "keys.toml", of_ada())
+    keys = ApiKeys.of_file(path)
+    server = serve(api_keys=keys)
+    model.before = lambda token_ids: gate.wait(60)
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(server.ask, "POST", "/v1/completions", {"prompt": "I", "max_tokens": 1}, as_key("ada-1"))
+        server.wait_until(lambda: server.engine.num_unfinished == 1)
+        assert sample(server, "minicache:key_answers_running", key="ada") == 1
+        write(path, '[keys.bob]\nkey = "bob-1"')
+        keys.reload()
+        server.served.metrics.set_keys([usage.key.name for usage in keys])
+        gate.set()
+        assert held.result().status == 200
+    server.wait_until_idle()
+    text = server.ask("GET", "/metrics").body.decode()
+    assert 'key="ada"' not in text
+    assert 'key="bob"' in text
 
 
 def test_the_log_names_the_key(served_to: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import logging
 import os
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 from minicache.serving.http.logs import JSONLines, TextLines, logging_to_stderr
+from minicache.serving.http.output import MAX_CHARACTERS, Output
 from minicache.serving.replica.logs import EngineLog
 
 SECONDS = 60
@@ -268,6 +271,15 @@ def test_the_level_is_ours_uvicorns_a_bit_less_and_of_others_only_warnings(
     assert settings() == before
 
 
+def test_that_bytes_were_written_to_clients_that_had_left_is_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    """asyncio says it once for each piece; 665 times in a storm of clients."""
+    with logging_to_stderr("info", "json"):
+        logging.getLogger("asyncio").warning("socket.send() raised exception.")
+        logging.getLogger("asyncio").warning("another")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "another"
+
+
 def test_no_level_tells_prompts_answers_or_keys(
     serve: Any, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -288,6 +300,54 @@ def test_no_level_tells_prompts_answers_or_keys(
     for secret in ("Yesterday", "open-sesame", *texts):
         assert secret
         assert secret not in told
+
+
+# Where nothing can be written
+
+
+def test_what_a_pipe_has_no_room_for_is_counted() -> None:
+    here, there = os.pipe()
+    lost: list[int] = []
+    line, number = "x" * 1023 + "\n", MAX_CHARACTERS // 1024 + 1000
+    with os.fdopen(here, "rb", buffering=0) as reader, os.fdopen(there, "w") as writer:
+        output = Output(writer, lost.append)
+        for _ in range(number):
+            output.write(line)
+        assert not lost
+        num_read = 0
+        while num_read < (number - sum(lost)) * len(line):
+            num_read += len(reader.read(2**16))
+        assert len(lost) == 1
+        assert 0 < lost[0] <= 1000
+        output.close()
+
+
+def test_what_a_full_disk_has_no_room_for_is_counted() -> None:
+    class Disk(io.StringIO):
+        num_refused = 3
+
+        def write(self, text: str) -> int:
+            if self.num_refused:
+                self.num_refused -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk, lost = Disk(), list[int]()
+    output = Output(disk, lost.append)
+    for text in ("a\n", "b\n", "c\n", "d\n", "e\n"):
+        output.write(text)
+    output.close()
+    assert (disk.getvalue(), lost) == ("d\ne\n", [3])
+
+
+def test_the_log_says_how_much_of_it_was_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    with logging_to_stderr("info", "json"):
+        stream = sys.stderr
+        assert isinstance(stream, Output)
+        stream.write("x" * (MAX_CHARACTERS + 1))
+        logging.getLogger("minicache").info("and goes on")
+    told = [json.loads(line)["message"] for line in capsys.readouterr().err.splitlines()]
+    assert told == ["and goes on", "lines of the log that were lost, since nothing read them or the disk was full: 1"]
 
 
 # An engine's process

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 import socket
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -29,7 +31,7 @@ from minicache.serving.http.app import create_app
 from minicache.serving.http.metrics import Metrics
 from minicache.serving.http.running import Server
 from minicache.serving.replica import client as replica_client
-from minicache.serving.replica.client import EngineClient
+from minicache.serving.replica.client import EngineClient, Replica
 from minicache.serving.replica.process import starter
 
 SECONDS = 60
@@ -208,17 +210,68 @@ def test_an_engine_of_several_ranks_is_started_again_when_one_is_killed() -> Non
         served.stop()
 
 
-@pytest.mark.slow
-def test_an_engine_that_hangs_is_killed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc here")
+def test_an_engine_that_hangs_is_told_and_killed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     served.until_healthy()
     num_starts = served.client.replicas[0].num_starts
+    for name, seconds in (("WATCH_SECONDS", 0.05), ("REFUSE_SECONDS", 0.2), ("MAX_IDLE_SECONDS", 1e9)):
+        monkeypatch.setattr(replica_client, name, seconds)
     stream = served.begin()
-    monkeypatch.setattr(replica_client, "MAX_STEP_SECONDS", 0.5)
+    os.kill(served.pid(), signal.SIGSTOP)
+    served.until(lambda: served.ask("GET", "/health")[0] == 503)
+    told = json.loads(served.ask("POST", "/v1/completions", LONG)[1])["error"]
+    assert told["code"] == "not_ready"
+    assert "engine 0 has done nothing for" in told["message"]
+    assert "1 answers in progress" in told["message"]
+    os.kill(served.pid(), signal.SIGCONT)
+    served.until_healthy()
+    assert b'"finish_reason": "length"' in read_all(stream)
+    stream = served.begin()
+    monkeypatch.setattr(replica_client, "MAX_IDLE_SECONDS", 0.5)
     os.kill(served.pid(), signal.SIGSTOP)
     assert b"engine_died" in read_all(stream)
     monkeypatch.undo()
     served.until_healthy()
     assert served.client.replicas[0].num_starts == num_starts + 1
+
+
+class Fake:
+    """A process that computes, or does not."""
+
+    pid = 0
+    seconds = 0.0
+    is_killed = False
+
+    def cpu_seconds(self) -> float:
+        return self.seconds
+
+    async def wait(self) -> int:
+        return 0
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_a_long_step_that_computes_is_no_hang() -> None:
+    """As a first compilation does, or a long prompt on a slow processor."""
+    replica, process = Replica(0), Fake()
+    replica.process, replica.is_ready, replica.num_unfinished = process, True, 1
+    for _ in range(1000):
+        process.seconds += 0.5
+        replica.look()
+        assert replica.why_not is None
+    for number in range(10):
+        assert replica.idle_seconds == number
+        replica.look()
+    assert "for 10 s" in str(replica.why_not)
+    replica.heard_at = 1.0  # a step
+    replica.look()
+    assert replica.why_not is None
+    replica.look()
+    replica.num_unfinished = 0  # nothing to do
+    for _ in range(10):
+        replica.look()
+    assert replica.idle_seconds == 0
 
 
 def test_what_an_engine_cannot_be_made_of_is_told_as_it_would_be_here() -> None:
@@ -244,6 +297,9 @@ class Stillborn:
     def kill(self) -> None:
         pass
 
+    def cpu_seconds(self) -> None:
+        pass
+
 
 def test_an_engine_that_dies_at_its_start_is_started_more_and_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_client, "RESTART_SECONDS", 0.01)
@@ -265,6 +321,28 @@ def test_an_engine_that_dies_at_its_start_is_started_more_and_more_seldom(monkey
     asyncio.run(work())
     for number, (before, after) in enumerate(pairwise(starts)):
         assert after - before >= 0.01 * 2**number
+
+
+def test_an_engine_is_started_again_though_the_folder_of_its_socket_was_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(replica_client, "RESTART_SECONDS", 0.01)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders: list[Path] = []
+
+    async def stillborn(number: int, address: str) -> Stillborn:
+        folders.append(Path(address.removeprefix("ipc://")).parent)
+        assert folders[-1].is_dir()
+        shutil.rmtree(folders[-1])
+        return Stillborn()
+
+    async def work() -> None:
+        async with EngineClient(stillborn, None):
+            while len(folders) < 3:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(work(), SECONDS))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

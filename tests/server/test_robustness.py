@@ -298,7 +298,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: py
     ids=["nothing", "half a line", "no empty line", "an empty line", "half a head behind a request"],
 )
 def test_a_head_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: pytest.MonkeyPatch, start: bytes) -> None:
-    monkeypatch.setattr("minicache.serving.http.running.HEAD_SECONDS", 0.1)
+    monkeypatch.setattr("minicache.serving.http.connections.HEAD_SECONDS", 0.1)
     server = serve()
     with server.connect() as connection:
         connection.sendall(start)
@@ -307,7 +307,7 @@ def test_a_head_that_does_not_come_is_not_waited_for(serve: Any, monkeypatch: py
 
 
 def test_empty_lines_between_requests_do_not_keep_a_connection(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minicache.serving.http.running.HEAD_SECONDS", 0.1)
+    monkeypatch.setattr("minicache.serving.http.connections.HEAD_SECONDS", 0.1)
     server = serve()
     with server.connect() as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n")
@@ -319,7 +319,7 @@ def test_empty_lines_between_requests_do_not_keep_a_connection(serve: Any, monke
 def test_half_a_head_behind_a_stream_does_not_end_the_stream(
     serve: Any, model: Any, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minicache.serving.http.running.HEAD_SECONDS", 0.05)
+    monkeypatch.setattr("minicache.serving.http.connections.HEAD_SECONDS", 0.05)
     server = serve()
     model.before = lambda token_ids: gate.wait(60)
     with server.connect() as connection:

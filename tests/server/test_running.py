@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def stream_from(port: int, host: str = "127.0.0.1", **fields: Any) -> socket.soc
     connection = socket.create_connection((host, port), timeout=SECONDS)
     body = json.dumps({"prompt": "I", "stream": True, "ignore_eos": True, **fields}).encode()
     head = (
-        b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
     connection.sendall(head % len(body) + body)
     received = b""
@@ -347,6 +347,13 @@ def wait_for_the_end(pids: list[int]) -> None:
         time.sleep(0.01)
 
 
+def status_of(port: int, host: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request("GET", "/health", headers={"Host": host})
+    with closing(connection):
+        return connection.getresponse().status
+
+
 @pytest.mark.slow
 def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm_and_tells_how_it_ended() -> None:
     with Nursery() as nursery:
@@ -358,7 +365,8 @@ def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm_and_t
         wait_for_the_end(engines)
         with suppress(ConnectionError):
             assert b"[DONE]" not in read_all(stream)
-        assert nursery.start(port) == port
+        assert nursery.start(port, "--allow-host", "lab.example") == port
+        assert [status_of(port, host) for host in ("lab.example", "evil.example")] == [200, 421]
         stream = stream_from(port, max_tokens=100)
         nursery.end(signal.SIGTERM)
         assert b"data: [DONE]" in read_all(stream)
@@ -384,6 +392,7 @@ def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm_and_t
         (["--in-process", "--tensor-parallel", "2"], "leave out --in-process"),
         (["--api-key", ""], "the API key is empty"),
         (["--drain-seconds", "inf"], "drain_seconds must be"),
+        (["--unread-seconds", "0"], "unread_seconds must be"),
         (["--in-process", "--preemption", "swap"], "num_host_blocks"),
         (["--ssl-certfile", "nowhere.pem"], "nowhere.pem cannot be read"),
         (["--ssl-keyfile", "nowhere.pem"], "--ssl-certfile"),

@@ -8,6 +8,7 @@ and the runners that compute a step as each device does it best.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import count
@@ -34,6 +35,7 @@ from minicache.errors import InvariantError, require_count
 from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
+from minicache.scheduler.restore import restore
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 
@@ -277,6 +279,21 @@ class LLM(EngineLoop):
         return self.memory.storage
 
     # The loop: `EngineLoop`, and what later phases add to it
+
+    def recover(self) -> None:
+        """As `EngineLoop.recover`. After an interrupt, such as Ctrl-C, the step is given up as a whole.
+
+        It may have come in the middle of the scheduler's own code (`restore`). Requests that the step has finished stay
+        finished; of the others, tokens that were committed, and not emitted, are computed again.
+        """
+        error = sys.exception()
+        if error is not None and not isinstance(error, Exception):
+            restore(self.scheduler)
+            self.scheduler.recover()
+            for answer in self.answers.values():
+                if not answer.request.status.is_finished:
+                    del answer.request.output_token_ids[answer.num_chunks :]
+        super().recover()
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `EngineLoop.run_model`; by the runner, if there is one."""

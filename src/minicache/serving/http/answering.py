@@ -124,7 +124,7 @@ class ApiCall:
         prompts are tokenized; one that its key has no tokens for, after.
         """
         served, body, params = self._served, self._body, self._params
-        options: dict[str, Any] = {"cache_salt": body.cache_salt}
+        options: dict[str, Any] = {"cache_salt": self._usage.salted(body.cache_salt)}
         if (num_logprobs := body.num_logprobs()) is not None:
             options["num_logprobs"] = num_logprobs
         with self._refusals("n"):
@@ -209,7 +209,7 @@ class ApiCall:
 
     def _count(self, name: str, value: int, *reason: str) -> None:
         """Count something of its key, if keys are asked for."""
-        if self._usage.key.name:
+        if self._usage.is_known:
             self._served.metrics.count_key(name, value, self._usage.key.name, *reason)
 
     @contextmanager

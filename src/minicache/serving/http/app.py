@@ -50,7 +50,7 @@ EXPOSED = (
 """Headers of a response that scripts of other origins may read."""
 
 LIVE_PATHS = ("/", "/live", "/static/live.js", "/static/live.css")
-"""The page and its data: with an API key they are behind it. /health, /metrics and /openapi.json are not."""
+"""The page and its data: with an API key they are behind it. /health and /openapi.json are not."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "The request is invalid."},
@@ -73,6 +73,7 @@ def create_app(
     served_model_name: str = "minigpt",
     api_key: str | None = None,
     api_keys: ApiKeys | None = None,
+    metrics_key: str | None = None,
     allow_origins: Sequence[str] = (),
     max_body_nbytes: int = MAX_BODY_NBYTES,
 ) -> FastAPI:
@@ -83,6 +84,7 @@ def create_app(
         served_model_name: what clients call the model.
         api_key: what clients of `/v1/…` and of the live page have to show; None: nothing.
         api_keys: several, with names and limits, instead. SIGHUP has their file read again.
+        metrics_key: what `/metrics` asks for; None: nothing.
         allow_origins: of web pages that may ask from a browser, such as "https://lab.example"; "*": of all.
         max_body_nbytes: a larger body is refused.
 
@@ -90,7 +92,7 @@ def create_app(
         The application; `app.state.served` is its `Served`.
 
     Raises:
-        ValueError: the API key is empty; there are both; an origin is none.
+        ValueError: a key is empty; there are both; an origin is none.
     """
     if api_key is not None:
         if api_keys is not None:
@@ -113,6 +115,7 @@ def create_app(
         summary="An OpenAI-compatible API in front of the engine that this course builds.",
         docs_url=None,  # these pages load their scripts from another host
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would go to wherever the Host header says
         lifespan=lifespan,
     )
     app.state.served = served
@@ -121,10 +124,10 @@ def create_app(
     app.include_router(live_routes(served.picture, served.stopping))
     for kind in (ApiError, MinicacheError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, _error_response)
-    for usage in api_keys or ():
-        served.metrics.add_key(usage.key.name)
+    served.metrics.set_keys([usage.key.name for usage in api_keys or ()])
     app.add_middleware(BodyLimits, served=served, max_nbytes=max_body_nbytes)
-    app.add_middleware(Gate, served=served, api_keys=api_keys)
+    metrics_keys = None if metrics_key is None else ApiKeys.of_single(metrics_key)
+    app.add_middleware(Gate, served=served, api_keys=api_keys, metrics_keys=metrics_keys)
     if allow_origins:  # before the gate: its refusals are for the page's eyes too, and a preflight has no key
         app.add_middleware(
             CORSMiddleware,
@@ -163,8 +166,7 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
             logger.error("the API keys were not reloaded: %s", error)
             return
         names = [usage.key.name for usage in api_keys]
-        for name in names:
-            metrics.add_key(name)
+        metrics.set_keys(names)
         logger.info("the API keys were reloaded: %d", len(names))
 
     loop = asyncio.get_running_loop()
@@ -248,12 +250,13 @@ class Gate:
         app: what is behind it.
         served: has the metrics.
         api_keys: None: none is asked for.
+        metrics_keys: those of `/metrics`, likewise.
     """
 
-    def __init__(self, app: ASGIApp, served: Served, api_keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, served: Served, api_keys: ApiKeys | None, metrics_keys: ApiKeys | None) -> None:
         self._app = app
         self._served = served
-        self._api_keys = api_keys
+        self._api_keys, self._metrics_keys = api_keys, metrics_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse the request, or pass it on."""
@@ -275,19 +278,21 @@ class Gate:
             ApiError: the key is unknown.
         """
         path = route_path(scope)
-        is_api = path.startswith("/v1/")
-        if self._api_keys is None or not (is_api or path in LIVE_PATHS):
+        is_api, is_page = path.startswith("/v1/"), path in LIVE_PATHS
+        keys = self._metrics_keys if path == "/metrics" else self._api_keys if is_api or is_page else None
+        if keys is None:
             return send
-        usage = self._api_keys.find(dict(scope["headers"]).get(b"authorization", b""))
+        usage = keys.find(dict(scope["headers"]).get(b"authorization", b""))
         if usage is None:
             self._served.metrics.count_key("minicache:key_requests_refused", 1, UNKNOWN, "invalid_api_key")
-            if is_api:
-                message, scheme = "send it as `Authorization: Bearer KEY`", "Bearer"
-            else:
+            message, scheme = "send it as `Authorization: Bearer KEY`", "Bearer"
+            if is_page:
                 message = "give it as the password, with any user name"
                 scheme = 'Basic realm="minicache", charset="UTF-8"'
             message = f"wrong or missing API key: {message}"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": scheme})
+        if keys is self._metrics_keys:
+            return send
         request_log(scope).key = usage.key.name
         scope.setdefault("state", {})["usage"] = usage
         if usage.key.tokens_per_minute is None or not is_api:

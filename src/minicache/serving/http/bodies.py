@@ -15,6 +15,8 @@ from typing import Any, Final, Protocol
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minicache.serving.http.errors import ApiError
@@ -89,7 +91,10 @@ class BodyLimits:
                 await refusal.response()(scope, receive, send)
                 return
             receive = self._limited(receive)
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        except ClientDisconnect:  # before its body was complete
+            await Response(status_code=499)(scope, receive, send)  # only for the log: the client is gone
 
     def _check(self, scope: Scope) -> None:
         """Refuse a body by what its headers say.

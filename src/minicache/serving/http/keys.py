@@ -10,6 +10,8 @@ A TOML file has the keys, with optional limits:
 Each key has a token bucket, which holds a minute's tokens and is refilled evenly. A request is admitted if the bucket
 holds all that it may use: its prompts, and the most tokens of each answer. Unused tokens are returned when it is over.
 So a limit is never exceeded, and an admitted request is never cut.
+
+The keys of a file share no block of the prefix cache: by its time, a prompt would tell one key what another has sent.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +40,9 @@ SINGLE: Final = "default"
 """The name of the key of `create_app(api_key=…)`."""
 
 MAX_NAME: Final = 64
+MAX_KEYS: Final = 1000
+"""The most keys of a file: each request is compared with all of them, and each has its numbers in the metrics."""
+MAX_FILE_NBYTES: Final = 2**20
 MAX_LIMIT: Final = 10**9
 
 
@@ -63,14 +69,18 @@ class Usage:
     Args:
         key: with its limits.
         clock: in seconds.
+        is_separate: whether it shares no cached blocks with other keys.
 
     Attributes:
         key: as above; `update` gives it other limits.
         num_answers: answers under way.
+        is_known: whether its numbers count: it has a name, and is in the file still.
     """
 
-    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, key: ApiKey, clock: Callable[[], float] = time.monotonic, *, is_separate: bool = False) -> None:
         self.key = key
+        self.is_known = bool(key.name)
+        self._is_separate = is_separate
         self.num_answers = 0
         self._clock = clock
         self._level = float(key.tokens_per_minute or 0)
@@ -83,6 +93,12 @@ class Usage:
         self._level = min(self._level + (now - self._level_at) * rate / 60, float(rate))
         self._level_at = now
         return self._level
+
+    def salted(self, cache_salt: str | None) -> str | None:
+        """What separates a request's blocks in the prefix cache: the client's own salt, and its key."""
+        if not self._is_separate:
+            return cache_salt
+        return self.key.digest.hex() + ("" if cache_salt is None else f":{cache_salt}")
 
     def update(self, key: ApiKey) -> None:
         """Change the limits. Tokens that were taken from the bucket stay taken."""
@@ -166,26 +182,29 @@ class ApiKeys:
     Args:
         keys: at least one; names and keys differ.
         path: where they were read; None: nowhere.
+        share_prefix_cache: whether they share the prefix cache's blocks. Then each can learn, by the time of an answer,
+            whether another has sent the same beginning of a prompt.
 
     Raises:
         ValueError: the file of `of_file` is not as it should be; the key of `of_single` is empty.
     """
 
-    def __init__(self, keys: Sequence[ApiKey], path: Path | None = None) -> None:
+    def __init__(self, keys: Sequence[ApiKey], path: Path | None = None, *, share_prefix_cache: bool = False) -> None:
         self.path = path
-        self._usages = [Usage(key) for key in keys]
+        self._new_usage = partial(Usage, is_separate=not share_prefix_cache)
+        self._usages = list(map(self._new_usage, keys))
 
     @classmethod
     def of_single(cls, key: str) -> ApiKeys:
         """One key, without limits."""
         if not key:
             raise ValueError("the API key is empty")
-        return cls([ApiKey(SINGLE, sha256(key.encode()).digest())])
+        return cls([ApiKey(SINGLE, sha256(key.encode()).digest())], share_prefix_cache=True)
 
     @classmethod
-    def of_file(cls, path: Path) -> ApiKeys:
+    def of_file(cls, path: Path, *, share_prefix_cache: bool = False) -> ApiKeys:
         """The keys of a file."""
-        return cls(read_api_keys(path), path)
+        return cls(read_api_keys(path), path, share_prefix_cache=share_prefix_cache)
 
     def __iter__(self) -> Iterator[Usage]:
         return iter(self._usages)
@@ -200,11 +219,13 @@ class ApiKeys:
         before = {usage.key.name: usage for usage in self._usages}
         usages = []
         for key in read_api_keys(self.path):
-            if (usage := before.get(key.name)) is None:
-                usage = Usage(key)
+            if (usage := before.pop(key.name, None)) is None:
+                usage = self._new_usage(key)
             else:
                 usage.update(key)
             usages.append(usage)
+        for usage in before.values():
+            usage.is_known = False
         self._usages = usages
 
     def find(self, authorization: bytes) -> Usage | None:
@@ -243,17 +264,24 @@ def read_api_keys(path: Path) -> list[ApiKey]:
         ValueError: it cannot be read, or is not as it should be; says where.
     """
     try:
-        config = tomllib.loads(path.read_text(encoding="utf-8"))
+        is_too_long = path.stat().st_size > MAX_FILE_NBYTES
+        if is_too_long or not (path.is_file() or path.is_dir()):  # a pipe or a device may never end
+            raise ValueError(f"{path} must be a file of at most {MAX_FILE_NBYTES} bytes")
+        text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 (byte {error.start}): save it as UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
+    try:
+        config = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise ValueError(f"{path} is not valid TOML: {error}") from error
     tables = config.get("keys")
     if set(config) != {"keys"} or not isinstance(tables, dict) or not tables:
         raise ValueError(f'{path} must have a table [keys.NAME] for each key, with key = "…", and nothing else')
     try:
+        if len(tables) > MAX_KEYS:
+            raise ValueError(f"a server has at most {MAX_KEYS} keys; got {len(tables)}")
         keys = [_key(name, table) for name, table in tables.items()]
         _refuse_same(keys)
     except ValueError as error:

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.config import LOG_LEVELS
 
 from minicache.engine.answers import Chunk
+from minicache.serving.http.output import written_by_a_thread
 
 LogLevel = Literal["critical", "error", "warning", "info", "debug", "trace"]
 LogFormat = Literal["text", "json"]
@@ -271,9 +272,21 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return not isinstance(error, CancelledError) and not _message(record).endswith("CancelledError")
 
 
+def _is_no_lost_client(record: logging.LogRecord) -> bool:
+    """Drops asyncio's lines of what was written to clients that had left. That they left is in the requests' lines."""
+    return record.msg != "socket.send() raised exception."
+
+
+def _report_lost(number: int) -> None:
+    """Some lines were not written, and now they could be."""
+    logging.getLogger("minicache").warning(
+        "lines of the log that were lost, since nothing read them or the disk was full: %d", number
+    )
+
+
 @contextmanager
 def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
-    """Have all logs written to stderr, until the block is left.
+    """Have all logs written to stderr, until the block is left; a thread writes them, and logging never waits or fails.
 
     What minicache logs is written from `level` up. So is what uvicorn does; but at "info" only its warnings, since its
     lines of that level repeat the server's own. Of other libraries, warnings and errors are written, and Python's
@@ -285,6 +298,7 @@ def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
     """
     handler = _Stderr()
     handler.addFilter(_is_no_cancellation)
+    handler.addFilter(_is_no_lost_client)
     colored = sys.stderr.isatty() and "NO_COLOR" not in os.environ
     handler.setFormatter(JSONLines() if form == "json" else TextLines(colored=colored))
     root, lowest = logging.getLogger(), LOG_LEVELS[level]
@@ -300,7 +314,8 @@ def logging_to_stderr(level: LogLevel, form: LogFormat) -> Iterator[None]:
     for logger, its in levels.items():
         logger.setLevel(its)
     try:
-        yield
+        with written_by_a_thread("stderr", _report_lost):
+            yield
     finally:
         for logger, its in before.items():
             logger.setLevel(its)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from prometheus_client.utils import floatToGoString
 
 from minicache.request import RequestStatus
 from minicache.scheduler import Scheduler
+from minicache.serving.http.keys import UNKNOWN
 from minicache.serving.replica.messages import CacheInfo, Update
 from minicache.serving.replica.stats import SchedulerStats, cache_info
 
@@ -286,12 +287,14 @@ class Metrics:
         with self._lock:
             self._refused[reason] += 1
 
-    def add_key(self, key: str) -> None:
-        """There is an API key of that name: its numbers are exported, from 0."""
+    def set_keys(self, keys: Collection[str]) -> None:
+        """These are the names of all API keys: their numbers are exported, new ones from 0, and those of no others."""
+        known = {*keys, UNKNOWN}
         with self._lock:
             for spec in KEY_METRICS:
-                if spec.labels == ("key",):
-                    self._by_key[spec.name].setdefault((key,), 0)
+                kept = {labels: value for labels, value in self._by_key[spec.name].items() if labels[0] in known}
+                new = {(key,): 0 for key in keys} if spec.labels == ("key",) else {}
+                self._by_key[spec.name] = new | kept
 
     def count_key(self, name: str, value: int, key: str, *reason: str) -> None:
         """Add to a number of an API key.

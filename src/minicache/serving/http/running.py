@@ -7,8 +7,9 @@ import logging
 import math
 import re
 import signal
+import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,9 +19,11 @@ from typing import Any, Protocol
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from starlette.types import ASGIApp
 
-from minicache.serving.http.answering import WRITE_NOW
+from minicache.serving.http.connections import UNREAD_SECONDS, BoundedProtocol
+from minicache.serving.http.hosts import HostCheck
+from minicache.serving.http.listener import Listener, raise_descriptor_limit
 from minicache.serving.http.logs import RequestLogs
 
 logger = logging.getLogger("minicache.server")
@@ -28,92 +31,9 @@ logger = logging.getLogger("minicache.server")
 _GRACE = 3  # seconds beyond the drain, for clients that do not read what they were sent
 _GOODBYE_SECONDS = 2.0
 """How long a client may take to agree to the end of its TLS connection, once the server stops. (asyncio has 30.)"""
-_MAX_HEAD_NBYTES = 64 * 2**10
+HANDSHAKE_SECONDS = 10.0
+"""How long a client may take to begin a TLS connection. (asyncio has 60.)"""
 _PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
-HEAD_SECONDS = 10.0
-"""How long a connection may take to send the head of a request, from when it was opened or the next head began."""
-
-
-class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP with httptools, with three fixes.
-
-    httptools keeps all headers that a client sends: here, at most 64 KiB. uvicorn waits forever for the rest of a head:
-    here, HEAD_SECONDS. And when a client with pipelined requests disconnects, uvicorn notifies only the last one: here,
-    all that are unanswered.
-    """
-
-    _num_head_nbytes = 0
-    _is_in_head = True
-    _unanswered: tuple[RequestResponseCycle, ...] = ()
-    _head_timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client has connected."""
-        super().connection_made(transport)
-        self._start_head_timer()
-
-    def data_received(self, data: bytes) -> None:
-        """Some bytes have come. Those of a head that came in one piece with its first byte are not counted."""
-        self._num_head_nbytes += len(data)
-        super().data_received(data)
-        if self._is_in_head and self._num_head_nbytes > _MAX_HEAD_NBYTES and not self.transport.is_closing():
-            self.send_400_response("The request's headers are too long.")
-        # Empty lines behind a response are no head yet, but they stop uvicorn's timer for idle connections.
-        if self._is_in_head or (self.cycle is not None and self.cycle.response_complete):
-            self._start_head_timer()
-
-    def on_message_begin(self) -> None:
-        """A request begins."""
-        self._is_in_head, self._num_head_nbytes = True, 0
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """Its head is complete."""
-        self._is_in_head = False
-        self._stop_head_timer()
-        super().on_headers_complete()
-        if self.cycle is not None:
-            self.scope["extensions"] = {WRITE_NOW: {"write": partial(_write_now, self.cycle)}}
-        cycles = dict.fromkeys((*self._unanswered, self.cycle))  # the last is not new if this was an upgrade
-        self._unanswered = tuple(each for each in cycles if each is not None and not each.response_complete)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client has left."""
-        super().connection_lost(exc)
-        self._stop_head_timer()
-        for cycle in self._unanswered:
-            if not cycle.response_complete:
-                cycle.disconnected = True
-                cycle.message_event.set()
-
-    def _start_head_timer(self) -> None:
-        if self._head_timer is None and not self.transport.is_closing():
-            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_is_late)
-
-    def _stop_head_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-
-    def _head_is_late(self) -> None:
-        """Close the connection; but not while an answer is still being sent on it."""
-        self._head_timer = None
-        if all(cycle.response_complete for cycle in self._unanswered):
-            self.transport.close()
-        else:
-            self._start_head_timer()
-
-
-def _write_now(cycle: RequestResponseCycle, make: Callable[[], bytes]) -> bool:
-    """Make and write a piece of a body whose head was sent, if the connection has room, and return whether it has.
-
-    It is what `cycle.send` does, without a coroutine; for bodies of no given length over HTTP/1.1 only.
-    """
-    if cycle.flow.write_paused or cycle.disconnected or not cycle.chunked_encoding or cycle.response_complete:
-        return False
-    body = make()
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +123,15 @@ class Drained(Protocol):
         """End what is left."""
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """asyncio's event loop, which waits less long for a client that begins a TLS connection."""
+
+    async def create_server(self, *args: Any, **kwargs: Any) -> asyncio.Server:
+        if kwargs.get("ssl"):
+            kwargs["ssl_handshake_timeout"] = HANDSHAKE_SECONDS
+        return await super().create_server(*args, **kwargs)
+
+
 class Server(uvicorn.Server):
     """uvicorn, and an engine that it drains. It logs its requests (`RequestLogs`), and that it stops.
 
@@ -221,13 +150,17 @@ class Server(uvicorn.Server):
         root_path: a prefix of all paths that a proxy takes away before it asks here, such as "/minicache".
         forwarded_allow_ips: whose X-Forwarded-For and X-Forwarded-Proto are believed: addresses or networks with commas
             between them, or "*"; None: this machine's.
+        unread_seconds: a client that reads nothing of its answer for so long is disconnected.
+        allow_hosts: names in a request's Host header that are answered besides addresses and localhost (`HostCheck`);
+            None: all are.
 
     Attributes:
         start_error: why the engine could not be started, in which case `run` returns; else None.
         num_given_up: answers that were not complete when it ended.
 
     Raises:
-        ValueError: drain_seconds is negative, or not finite; or root_path is no path.
+        ValueError: drain_seconds is negative, or not finite; unread_seconds is not positive, or not finite; or
+            root_path is no path.
     """
 
     def __init__(
@@ -241,18 +174,23 @@ class Server(uvicorn.Server):
         tls: TLS | None = None,
         root_path: str = "",
         forwarded_allow_ips: str | None = None,
+        unread_seconds: float = UNREAD_SECONDS,
+        allow_hosts: Sequence[str] | None = None,
     ) -> None:
         if not (math.isfinite(drain_seconds) and drain_seconds >= 0):
             raise ValueError(f"drain_seconds must be 0 or a positive finite number; got {drain_seconds}")
+        if not (math.isfinite(unread_seconds) and unread_seconds > 0):
+            raise ValueError(f"unread_seconds must be a positive finite number; got {unread_seconds}")
         if root_path and not _PATH.fullmatch(root_path):
             raise ValueError(
                 f'root_path must be a path such as "/minicache", without "/" at its end; got {root_path!r}'
             )
-        self._logs = RequestLogs(app)
+        answered: ASGIApp = app if allow_hosts is None else HostCheck(app, allow_hosts)
+        self._logs = RequestLogs(answered)
         config = uvicorn.Config(
             self._logs,
-            loop="asyncio",  # not uvloop where that happens to be installed: one server, one way to run
-            http=BoundedProtocol,
+            http=partial(BoundedProtocol, unread_seconds=unread_seconds),  # type: ignore[arg-type]
+            ws="none",
             host=host,
             port=port,
             log_config=None,
@@ -271,8 +209,18 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
 
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until it is stopped.
+
+        Args:
+            sockets: a `Listener`; None: one for the server's host and port.
+        """
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            runner.run(self.serve(sockets or [Listener(self.config.host, self.config.port)]))
+
     async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
         """Begin to listen, and wait for the engine."""
+        raise_descriptor_limit()
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)  # type: ignore[arg-type]
         if not self.started:

@@ -151,7 +151,14 @@ def create_app(workers: Workers, *, policy: str, block_size: int = 16) -> FastAP
         yield
         await workers.stop()
 
-    app = FastAPI(title="minicache route", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
+    app = FastAPI(
+        title="minicache route",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would go to wherever the Host header says
+        lifespan=lifespan,
+    )
     app.state.served = proxy
 
     app.add_middleware(BodyLimits, served=proxy, max_nbytes=MAX_BODY_NBYTES)

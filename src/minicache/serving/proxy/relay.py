@@ -42,6 +42,10 @@ NOT_PASSED_ON: Final = HOP_BY_HOP | {b"host", b"content-length", b"accept-encodi
 NOT_PASSED_BACK: Final = HOP_BY_HOP | {b"date", b"server", b"content-length", b"x-request-id"}
 """The server in front writes its own."""
 
+MAX_HEADERS_NBYTES: Final = 32 * 2**10
+"""The most bytes of a request's headers. Workers have bounds of their own: one that hangs up on long headers would seem
+to be broken, and the next one after it."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -223,6 +227,13 @@ class Relay(Response):
             self._open.push_async_callback(reply.close)
             if reply.response.status_code not in BUSY:
                 return reply, attempt
+            try:
+                await _check_has_not_begun(reply)
+            except WorkerError as error:
+                await self._has_failed(worker, attempt, error)
+                if failover.is_finished:
+                    raise self._lost(error) from error
+                continue
             refusal = await _refusal(reply)
             refused_by.add(worker.url)
             failover.refuse(attempt)
@@ -251,6 +262,15 @@ class Relay(Response):
         return ApiError(502, f"the answer was aborted: {error}", kind="server_error", code="worker_died")
 
 
+async def _check_has_not_begun(reply: Reply) -> None:
+    """Raise a WorkerError if an engine has died with the request, or its answer breaks off: that counts as an attempt.
+
+    A request that kills every engine would else be sent to all workers.
+    """
+    if reply.response.status_code == 503 and b'"engine_died"' in await reply.read():
+        raise WorkerError(f"the engine of {reply.worker.url} has died")
+
+
 async def _refusal(reply: Reply) -> ApiError:
     """What a worker says that does not take a request, for the client, if all of them say so."""
     is_full = reply.response.status_code == 429
@@ -265,7 +285,17 @@ def _no_worker(message: str, *, is_full: bool) -> ApiError:
 
 
 def passed_on(headers: Headers, request_id: str, client: str | None) -> Headers:
-    """A request's headers as a worker gets them: without those for this machine, with the request's id and origin."""
+    """A request's headers as a worker gets them: without those for this machine, with the request's id and origin.
+
+    Spaces and tabs around a value are none of it (RFC 9110, section 5.5), and may not be sent.
+
+    Raises:
+        ApiError: they are longer than MAX_HEADERS_NBYTES.
+    """
+    if sum(len(key) + len(value) for key, value in headers) > MAX_HEADERS_NBYTES:
+        message = f"the request's headers have more than {MAX_HEADERS_NBYTES} bytes: send fewer, or shorter ones"
+        raise ApiError(431, message, code="headers_too_large")
+    headers = [(key, value.strip(b" \t")) for key, value in headers]
     named = {name.strip().lower() for key, value in headers if key == b"connection" for name in value.split(b",")}
     left_out = NOT_PASSED_ON | named
     passed = [(key, value) for key, value in headers if key not in left_out and key != b"x-forwarded-for"]

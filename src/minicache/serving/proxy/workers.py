@@ -18,6 +18,7 @@ from minicache.fleet.membership import Membership
 from minicache.fleet.router import Router
 from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
 from minicache.serving.events import EventSplitter
+from minicache.serving.http.errors import ApiError
 from minicache.serving.proxy.metrics import Metrics
 
 logger = logging.getLogger("minicache.route")
@@ -146,6 +147,7 @@ class Workers:
         check_seconds: how often each is probed.
         check_timeout: how long a probe waits. A refused connection fails at once; two in a row that are not
             answered at all mean that the machine is gone, and end the streams that wait for it.
+        metrics_key: what the workers' /metrics ask for; None: nothing.
     """
 
     def __init__(
@@ -157,6 +159,7 @@ class Workers:
         max_unfinished: int,
         check_seconds: float = 1.0,
         check_timeout: float = 5.0,
+        metrics_key: str | None = None,
     ) -> None:
         self.router, self.membership, self.metrics = router, Membership(), metrics
         self.workers = {url: Worker(url) for url in urls}
@@ -164,6 +167,7 @@ class Workers:
             self.membership.join(url, max_unfinished=max_unfinished)
         self._check_seconds = check_seconds
         self._check_timeout = httpx.Timeout(check_timeout)
+        self._metrics_headers = {} if metrics_key is None else {b"Authorization": f"Bearer {metrics_key}".encode()}
         self._checks: list[asyncio.Task[None]] = []
         self._first_checks = [asyncio.Event() for _ in self.workers]
         self._client = httpx.AsyncClient(
@@ -232,15 +236,18 @@ class Workers:
 
         Raises:
             WorkerError: it cannot be reached, or breaks off.
+            ApiError: the client's path or headers cannot be sent. No worker is to blame.
         """
-        request = httpx.Request(method, f"{worker.url}{path}", headers=list(headers), content=content)
-        request.extensions["timeout"] = self._client.timeout.as_dict()
         try:
+            request = httpx.Request(method, f"{worker.url}{path}", headers=list(headers), content=content)
+            request.extensions["timeout"] = self._client.timeout.as_dict()
             async with _until_it_is_gone(worker):
                 response = await self._client.send(request, stream=True)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._is_unreachable(worker)
             raise WorkerError(f"{worker.url} cannot be reached: {_reason(error)}", was_sent=False) from error
+        except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+            raise ApiError(400, f"the request cannot be passed on: {_reason(error)}") from error
         except (httpx.HTTPError, TimeoutError) as error:
             raise WorkerError(f"{worker.url} broke off: {_reason(error)}") from error
         return Reply(worker, response)
@@ -301,7 +308,9 @@ class Workers:
         health = await self._client.get(f"{worker.url}/health", timeout=self._check_timeout)
         if health.status_code >= 500:
             health.raise_for_status()
-        metrics = await self._client.get(f"{worker.url}/metrics", timeout=self._check_timeout)
+        metrics = await self._client.get(
+            f"{worker.url}/metrics", headers=self._metrics_headers, timeout=self._check_timeout
+        )
         if metrics.status_code != 200:
             return {}
         worker.kind = _kind(metrics.text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import tempfile
 import time
@@ -55,7 +56,14 @@ from minicache.serving.replica.stream import TokenStream
 __all__ = ["EngineClient"]
 
 MAX_STEP_SECONDS: Final = 600.0
-"""An engine with requests that has said nothing for so long is taken for hung, and killed."""
+"""An engine with requests that has said nothing for so long is taken for hung, and killed, though it computes."""
+MAX_IDLE_SECONDS: Final = 30.0
+"""The same for one that has neither said anything nor used the processor. A long prompt, or a kernel that is compiled,
+uses it: an honest step may take longer than this."""
+REFUSE_SECONDS: Final = 5.0
+"""Idle for so long, it gets no new requests, and /health says so."""
+MIN_CPU_SHARE: Final = 0.01
+"""An engine that has used a smaller part of a core is idle."""
 RESTART_SECONDS: Final = 0.5
 """How long to wait before an engine is started again that has died before it was ready; twice as long each time."""
 MAX_RESTART_SECONDS: Final = 30.0
@@ -87,6 +95,7 @@ class Replica:
         num_unfinished: these answers.
         num_starts: how often a process was started.
         heard_at: when it said something last, or got a request after it had none (time.monotonic()).
+        num_idle: so many times in a row it was looked at, every WATCH_SECONDS, and had done nothing for its requests.
         process: the last one.
         picture: the last one that it has sent.
         asked: a picture is on its way; else None.
@@ -102,10 +111,41 @@ class Replica:
         self.num_unfinished = 0
         self.num_starts = 0
         self.heard_at = 0.0
+        self.num_idle = 0
+        self._seen: tuple[float, float | None] = 0.0, None
         self.process: EngineProcess | None = None
         self.picture = Picture(0, b"")
         self.asked: asyncio.Future[None] | None = None
         self._socket: zmq.asyncio.Socket | None = None
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long it has done nothing for its requests."""
+        return self.num_idle * WATCH_SECONDS
+
+    @property
+    def why_not(self) -> str | None:
+        """Why it takes no requests; None: it does."""
+        if not self.is_ready:
+            return self.status
+        if self.idle_seconds < REFUSE_SECONDS:
+            return None
+        return (
+            f"engine {self.number} has done nothing for {self.idle_seconds:.0f} s, with {self.num_unfinished} answers "
+            f"in progress; after {MAX_IDLE_SECONDS:.0f} s it is restarted"
+        )
+
+    def look(self) -> None:
+        """Note whether it has got on since the last look.
+
+        Looks are counted, not seconds: while the whole machine is asleep, there are none.
+        """
+        (heard_at, before), now = self._seen, None
+        if self.num_unfinished and self.process is not None:
+            now = self.process.cpu_seconds()
+        self._seen = self.heard_at, now
+        has_used = before is None or now is None or not 0 <= now - before < MIN_CPU_SHARE * WATCH_SECONDS
+        self.num_idle = self.num_idle + 1 if heard_at == self.heard_at and not has_used else 0
 
     def open(self, context: zmq.asyncio.Context, address: str) -> zmq.asyncio.Socket:
         """A socket for the next process."""
@@ -187,7 +227,7 @@ class EngineClient(RemoteEngine):
         """Start the processes. Called once, in the event loop whose coroutines will use it. Does not wait for them."""
         if self._tasks:
             raise RuntimeError("the engines have already been started: create a new client")
-        self._folder = tempfile.TemporaryDirectory(prefix="minicache-")  # for this user alone (mode 0700)
+        self._folder = _new_folder()
         self._context = zmq.asyncio.Context()
         self._tasks = [asyncio.ensure_future(self._keep(replica)) for replica in self.replicas]
         self._tasks.append(asyncio.ensure_future(self._watch()))
@@ -264,13 +304,14 @@ class EngineClient(RemoteEngine):
 
     def check_ready(self) -> None:
         """As `RemoteEngine.check_ready`."""
-        if not any(replica.is_ready for replica in self.replicas):
-            raise EngineNotReadyError(self.replicas[0].status)
+        reasons = [replica.why_not for replica in self.replicas]
+        if all(reasons):
+            raise EngineNotReadyError(reasons[0])
 
     def send(self, stream: TokenStream, request: AddRequest) -> None:
         """As `RemoteEngine.send`, to the engine with the fewest unfinished answers."""
         message = encode(request)
-        replica = min((each for each in self.replicas if each.is_ready), key=lambda each: each.num_unfinished)
+        replica = min((each for each in self.replicas if not each.why_not), key=lambda each: each.num_unfinished)
         if not replica.num_unfinished:
             replica.heard_at = time.monotonic()
         replica.streams[request.request_id] = stream
@@ -403,9 +444,12 @@ class EngineClient(RemoteEngine):
 
     async def _live(self, replica: Replica) -> str:
         """One life of a process, from its start to its end; how that came."""
-        address = f"ipc://{self._folder.name}/{replica.number}-{replica.num_starts}"
-        replica.num_starts += 1
         try:
+            if not os.path.isdir(self._folder.name):  # something has cleaned up /tmp
+                self._folder.cleanup()
+                self._folder = _new_folder()
+            address = f"ipc://{self._folder.name}/{replica.number}-{replica.num_starts}"
+            replica.num_starts += 1
             socket = replica.open(self._context, address)
             replica.process = await self._start_process(replica.number, address)
             if self._stopping is not None:
@@ -450,8 +494,11 @@ class EngineClient(RemoteEngine):
         while self._stopping is None:
             await self._pause(WATCH_SECONDS)
             for replica in self.replicas:
-                if replica.num_unfinished and time.monotonic() - replica.heard_at > MAX_STEP_SECONDS:
-                    logger.error("engine %d: no step has finished for %.0f seconds", replica.number, MAX_STEP_SECONDS)
+                replica.look()
+                is_late = replica.num_unfinished and time.monotonic() - replica.heard_at > MAX_STEP_SECONDS
+                if is_late or replica.idle_seconds > MAX_IDLE_SECONDS:
+                    seconds = MAX_STEP_SECONDS if is_late else replica.idle_seconds
+                    logger.error("engine %d hangs: no step has finished for %.0f seconds", replica.number, seconds)
                     replica.kill()
 
     async def _pause(self, seconds: float) -> None:
@@ -470,6 +517,11 @@ class EngineClient(RemoteEngine):
         if replica.info is not None:
             self.on_stats(replica.number, [*(update for stream in lost for update in stream.lost_stats()), *DEATH])
         self._fail(replica, EngineDiedError(f"{how}: send the request again"))
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    """For the sockets, and for this user alone (mode 0700)."""
+    return tempfile.TemporaryDirectory(prefix="minicache-")
 
 
 def signal_name(number: int) -> str:

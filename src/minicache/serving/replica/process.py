@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -26,6 +27,9 @@ class EngineProcess(Protocol):
 
     def kill(self) -> None:
         """End it at once. Nothing happens if it has ended."""
+
+    def cpu_seconds(self) -> float | None:
+        """The processor time that it and its children have used; None: that is not known."""
 
 
 Start = Callable[[int, str], Awaitable[EngineProcess]]
@@ -53,6 +57,21 @@ class _Subprocess:
     def kill(self) -> None:
         if self._process.returncode is None:
             self._process.kill()
+
+    def cpu_seconds(self) -> float | None:
+        try:
+            return _cpu_seconds(self.pid)
+        except (OSError, IndexError):  # it has ended, or this system has no /proc
+            return None
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and its children: ranks of a model, compilers. Linux only."""
+    folder = Path(f"/proc/{pid}")
+    fields = (folder / "stat").read_text().rpartition(")")[2].split()
+    num_ticks = sum(map(int, fields[11:15]))  # its own, and that of children that have ended
+    children = [child for file in folder.glob("task/*/children") for child in file.read_text().split()]
+    return num_ticks / os.sysconf("SC_CLK_TCK") + sum(_cpu_seconds(int(child)) for child in children)
 
 
 def starter(options: ReplicaOptions) -> Start:

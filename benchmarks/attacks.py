@@ -1,8 +1,8 @@
 """What hostile clients cost the others: a canary's longest wait for a token, and the memory of the server.
 
-`minicache serve` with two engines and 1,024 descriptors, and `minicache route` before it, are attacked in ways that need
-no key, or that of one client. Meanwhile the canary streams one answer after another, each on a new connection. Recorded
-of each attack: the longest time between two of the canary's tokens, whichever answers they belong to; the resident
+`minicache serve` with two engines and 1,024 descriptors, and `minicache route` before it, are attacked in ways that
+need no key, or that of one client. Meanwhile the canary streams one answer after another, each on a new connection.
+Recorded of each attack: the longest time between two of the canary's tokens, whichever answers they belong to; the resident
 memory of all processes of the server before it, at most, and some seconds after it; and the statuses that the attacker
 got. Attackers run in a process of their own, on the same machine: on two cores their work is part of what is measured,
 and so "quiet", without an attack, comes first.
@@ -70,14 +70,13 @@ def status_of(answer: bytes) -> str:
 def exchange(port: int, *pieces: bytes) -> Counter[str]:
     """Send some bytes, and read until the server closes or says nothing for SECONDS: the first status."""
     answer = b""
-    with connect(port) as client:
-        with suppress(OSError):
-            for piece in pieces:
-                client.sendall(piece)
-            while more := client.recv(2**16):
-                answer = answer or more
-                if b"\r\n0\r\n\r\n" in more or answer[9:12] >= b"400":
-                    break
+    with connect(port) as client, suppress(OSError):
+        for piece in pieces:
+            client.sendall(piece)
+        while more := client.recv(2**16):
+            answer = answer or more
+            if b"\r\n0\r\n\r\n" in more or answer[9:12] >= b"400":
+                break
     return Counter([status_of(answer)])
 
 
@@ -172,8 +171,7 @@ def idle_connections(port: int) -> Counter[str]:
     """1,200 connections, more than the server has descriptors."""
     clients = []
     with suppress(OSError):
-        for _ in range(1200):
-            clients.append(connect(port))
+        clients.extend(connect(port) for _ in range(1200))
     time.sleep(SECONDS)
     for client in clients:
         client.close()
@@ -254,9 +252,11 @@ class Canary:
         self._thread.start()
 
     def reset(self) -> None:
+        """Begin to measure."""
         self._last, self.worst, self.num_failed = time.perf_counter(), 0.0, 0
 
     def stop(self) -> None:
+        """End."""
         self._is_done = True
         self._thread.join()
 
@@ -307,7 +307,7 @@ def minicache(*arguments: str) -> Iterator[tuple[int, psutil.Process]]:
 def memory_mb(processes: list[psutil.Process]) -> float:
     """Resident memory of processes and their children, in MB."""
     family = [each for process in processes for each in (process, *process.children(recursive=True))]
-    return sum(each.memory_info().rss for each in family) / 1e6
+    return float(sum(each.memory_info().rss for each in family) / 1e6)
 
 
 def attack_in_process(name: str, port: int, wire: Connection) -> None:
@@ -352,8 +352,9 @@ def main() -> None:
             stack.callback(canary.stop)
             time.sleep(2)
             asked = [each for each in attacks if not only or each.__name__ in only]
-            for attack in track(asked, description=f"Attacking {target}"):
-                found.append({"target": target} | measured(attack, port, canary, [each for _, each in served]))
+            processes = [each for _, each in served]
+            attacking = track(asked, description=f"Attacking {target}")
+            found += [{"target": target} | measured(attack, port, canary, processes) for attack in attacking]
             canary.stop()
     show(found)
     if not only:

@@ -342,9 +342,9 @@ async def wrong(servers: list[Command], router: Command, fresh: dict[Command, tu
     """What is not as if nothing had happened."""
     found = []
     for server in servers:
-        for name in ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"):
-            if value := await server.metric(name):
-                found.append(f"{server.log.name}: {name} is {value}")
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        values = {name: await server.metric(name) for name in names}
+        found += [f"{server.log.name}: {name} is {value}" for name, value in values.items() if value]
     if running := await router.metric("minicache:route_requests_running"):
         found.append(f"the router has {running} requests")
     for command, (num_fds, rss) in fresh.items():

@@ -3,9 +3,9 @@
 `minicache serve` with two engines and 1,024 descriptors, and `minicache route` before it, are attacked in ways that
 need no key, or that of one client. Meanwhile the canary streams one answer after another, each on a new connection.
 Recorded of each attack: the longest time between two of the canary's tokens, whichever answers they belong to; the
-resident memory of all processes of the server before it, at most, and some seconds after it; and the statuses that the
-attacker got. Attackers run in a process of their own, on the same machine: on two cores their work is part of what is measured,
-and so "quiet", without an attack, comes first.
+resident memory of all processes of the server before it, at most, and some seconds after it; and the statuses that
+the attacker got. Attackers run in a process of their own, on the same machine: on two cores their work is part of
+what is measured, and so "quiet", without an attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 

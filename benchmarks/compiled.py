@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    raise SystemExit("TRITON_INTERPRET=1 is set: the interpreter compiles nothing")
+    raise SystemExit("TRITON_INTERPRET=1 is set, and the interpreter compiles nothing: set TRITON_INTERPRET=0")
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # what Triton does anyway, without its warning
 
 import torch
@@ -106,8 +106,9 @@ def main(
 ) -> None:
     """Compile what the launchers launch."""
     if corners:
-        if unknown := sorted(set(launchers or ()) - {launch.launcher for launch in selection()}):
-            raise typer.BadParameter(f"no launcher {', '.join(unknown)}")
+        known = {launch.launcher for launch in selection()}
+        if unknown := sorted(set(launchers or ()) - known):
+            raise typer.BadParameter(f"no launcher {', '.join(unknown)}; there are {', '.join(sorted(known))}")
         for launch in selection():
             if not launchers or launch.launcher in launchers:
                 print_rows(launch)

@@ -338,8 +338,10 @@ def cpu_per_token(run: Run) -> float:
 def show(figures: dict[str, Any]) -> None:
     """Milliseconds a step, and the overhead."""
     table = Table(title="Milliseconds a step, and how much longer than the model alone", box=SIMPLE_HEAD)
-    for heading in ("model", "requests", *LADDERS, "engine over model", "thread over model", "server over model"):
-        table.add_column(heading, justify="left" if heading == "model" else "right")
+    table.padding = (0, 1, 0, 0)  # 80 columns
+    table.add_column()
+    for heading in ("requests", *LADDERS, "engine+", "thread+", "server+"):
+        table.add_column(heading, justify="right")
     for name, told in figures.items():
         for batch, found in told["batches"].items():
             ms = [f"{found['ms_per_step'][each]:.2f}" for each in LADDERS]

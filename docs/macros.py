@@ -268,11 +268,14 @@ def number(name: str, key: str, form: str = "", *, say: Say = str) -> str:
 
     A result is benchmarks/results/<name>.json, or what the function <name> of scripts/numbers.py computes.
 
-    null is "not measured": the benchmark could not run that part where it ran.
+    null is "not measured": the benchmark could not run that part where it ran. A percentage is
+    printed as the pages write it, and on one line: "0.5 %", "−0.5 %", and no minus before a zero.
     """
     value = _value(name, key)
     if value is None:
         return say("not measured")
+    if form.endswith("%"):
+        return format(value, re.sub("^[+]?", r"\g<0>z", form)).replace("%", "\N{NO-BREAK SPACE}%").replace("-", "−")
     return in_words(format(value, form), say)
 
 

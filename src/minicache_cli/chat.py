@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from gettext import gettext as _
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -22,6 +22,8 @@ from minicache_cli.labs import Mine, use_labs
 from minicache_cli.options import asked, usage_errors, with_options
 
 if TYPE_CHECKING:
+    from io import TextIOWrapper
+
     from minicache.engine.llm import LLM
     from minicache.scheduler import Scheduler, SchedulerOutput
 
@@ -218,9 +220,7 @@ class Figures:
         parts.append(_("{used} of {all} blocks").format(used=self.num_used, all=self.num_blocks))
         if self.num_cached is not None:
             parts.append(
-                _("{cached} of {prompt} prompt tokens from the prefix cache").format(
-                    cached=self.num_cached, prompt=self.num_prompt
-                )
+                _("prompt: {cached} of {prompt} cached").format(cached=self.num_cached, prompt=self.num_prompt)
             )
         if self.finish_reason != "stop":
             parts.append(_("stopped") if self.finish_reason is None else _("cut off"))
@@ -258,7 +258,10 @@ def _shown(text: str) -> str:
 
 
 def _lines(console: Console, model: str, conversation: Conversation) -> Iterator[str]:
-    """What is typed, line by line, until there is no more."""
+    """What is typed, line by line, until there is no more. Bytes that are no UTF-8 are U+FFFD."""
+    if sys.stdin is None:  # closed before the start
+        return
+    cast("TextIOWrapper", sys.stdin).reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

@@ -187,7 +187,7 @@ def doctor() -> None:
             ("green", _("ok")) if finding.ok else ("red", _("no")) if finding.required else ("yellow", _("none"))
         )
         name, detail, remedy = map(translated, (finding.name, finding.detail, finding.remedy))
-        line = f"{word:<4} {name:<14} {escape(detail)}" + ("" if finding.ok else f"  → {escape(remedy)}")
+        line = f"{word:<4} {name:<16} {escape(detail)}" + ("" if finding.ok else f"  → {escape(remedy)}")
         console.print(f"[{style}]{line[:4]}[/]{line[4:]}", soft_wrap=True, highlight=False)
         healthy &= finding.ok or not finding.required
     if not healthy:

@@ -227,6 +227,14 @@ def test_options_of_an_engine():
         LLM(weight_dtype="int8", tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_do_not_fit_are_refused(dtype):
+    panels = Panels.of(a_weight(40, 64), dtype=dtype)
+    for rows in (torch.ones(3, 32), torch.ones(3, 96), torch.ones(3, 64, dtype=torch.float64)):
+        with pytest.raises(ValueError, match=r"rows must be float32 \[…, 64\]; got torch"):
+            panels.linear(rows)
+
+
 def test_rows_that_are_not_contiguous_and_no_rows():
     panels = Panels.of(a_weight(40, 32))
     rows = a_weight(32, 6, seed=2).t()

@@ -87,11 +87,11 @@ def test_the_group_worked_by_hand_in_int8(quantizes):
 
 
 def test_the_group_worked_by_hand_in_int4(quantizes):
-    """It reaches from −0.6 to 0.9: minimum −0.6, scale 1.5 / 15, and the numbers 15, 0, 8, 6."""
+    """A group from −0.6 to 0.9 has the minimum −0.6, the scale 1.5 / 15, and the numbers 15, 0, 8, 6."""
     got = quantizes(group(0.9, -0.6, 0.16, 0.03), "int4")
     that("the scale", got.scale.float()).is_close(torch.tensor([[0.1]]), rtol=1e-3, atol=0)
     that("the minimum", got.minimum.float()).is_close(torch.tensor([[-0.6]]), rtol=1e-3, atol=0)
-    that("the numbers", codes(got)[0, :5].tolist()).gives([15, 0, 8, 6, 6])
+    that("the low halves of the first bytes", codes(got)[0, :5].tolist()).gives([15, 0, 8, 6, 6])
 
 
 def test_the_largest_number_may_be_negative(quantizes):
@@ -103,7 +103,7 @@ def test_the_largest_number_may_be_negative(quantizes):
 @both
 @pytest.mark.parametrize("shape", [(1, 1), (3, 2), (2, 5)], ids=lambda s: f"{s[0]} outputs, {s[1]} groups")
 def test_each_group_has_its_own_scale(quantizes, is_near, shape, dtype):
-    """32 consecutive inputs of one output. A small group keeps its digits next to a large one."""
+    """A group is 32 consecutive inputs of one output: a small one keeps its digits next to a large one."""
     weight = random_weight(*shape)
     is_near(weight, quantizes(weight, dtype))
 
@@ -204,7 +204,7 @@ def test_read_and_rounded_again(quantizes, dtype):
     ("weight", "dtype", "says"),
     [
         pytest.param(torch.zeros(2, 32), "int3", "int3", id="another dtype"),
-        pytest.param(torch.zeros(2, 48), "int8", "32", id="a broken group"),
+        pytest.param(torch.zeros(2, 48), "int8", "48", id="a broken group"),
         pytest.param(torch.zeros(32), "int8", "32", id="a vector"),
         pytest.param(group(float("nan")), "int8", "", id="NaN"),
         pytest.param(group(float("-inf")), "int4", "", id="infinity"),

@@ -104,7 +104,7 @@ def test_a_model_without_a_chat_template_takes_prompts_only(tmp_path: Path) -> N
 
 FIGURES = re.compile(
     r"(\d+) tokens, (?:\d+ tokens/s, )?first after [\d.]+ s, (\d+) of (\d+) blocks"
-    r"(?:, (\d+) of (\d+) prompt tokens from the prefix cache)?(?:, (cut off|stopped))?"
+    r"(?:, prompt: (\d+) of (\d+) cached)?(?:, (cut off|stopped))?"
 )
 
 
@@ -160,6 +160,20 @@ def test_the_oldest_turns_make_room(folder: Path) -> None:
     assert sizes == [10, 31, 52, 73, 31, 52, 73]
     hits = [figures(line)[3] for line in lines if FIGURES.fullmatch(line)]
     assert [hit > 0 for hit in hits] == [False, True, True, True, False, True, True]
+
+
+def test_a_line_that_is_no_utf8(folder: Path) -> None:
+    result = CliRunner().invoke(app, ["chat", str(folder), "--num-blocks", "64"], input=b"caf\xe9 \xff\n")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(SAID)
+
+
+def test_a_closed_stdin(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["minicache", "chat", str(folder), "--num-blocks", "64"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert not stop.value.code
 
 
 def test_a_question_that_cannot_fit_changes_nothing(folder: Path) -> None:
@@ -249,12 +263,12 @@ def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path
     os.write(terminal, b"hello\n")
     until(20 * "日")
     os.write(terminal, b"\x03")
-    assert "0 de los 8 tokens del prompt" in until(", detenida")
+    assert "prompt: 0 de 8 en caché" in until(", detenida")
     until("> ")
     os.write(terminal, b"on\n")
     until("日日")
     os.write(terminal, b"\x03")
-    found = re.search(r"(\d+) de los (\d+) tokens del prompt", until(", detenida"))
+    found = re.search(r"prompt: (\d+) de (\d+) en caché", until(", detenida"))
     assert found
     assert 64 <= int(found[1]) < int(found[2])
     until("> ")

@@ -345,6 +345,14 @@ def test_the_default_cache_holds_eight_requests_of_2048_tokens(save):
     assert LLM(save("llama", **large).folder, max_num_seqs=2).storage.nbytes == llm.storage.nbytes / 2
 
 
+def test_a_request_may_be_longer_than_there_is_memory_for(save, tmp_path):
+    path = write_gguf(save("llama", fresh=True).folder, tmp_path / "model.gguf", context_length=2**32 - 1)
+    with pytest.raises(ValueError, match=r"max_model_len 4294967295 tokens needs a cache of .* a lower max_model_len"):
+        LLM(path)
+    assert LLM(path, max_model_len=10**5).max_model_len == 10**5
+    assert LLM(path, num_blocks=20).max_model_len == 2**32 - 1
+
+
 # What is refused
 
 

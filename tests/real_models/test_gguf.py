@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
 import struct
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
@@ -17,10 +21,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from transformers import Qwen2Tokenizer
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from minicache.errors import CheckpointError, UnsupportedModelError
+from minicache.errors import CheckpointError, MinicacheError, UnsupportedModelError
 from minicache.model import load_folder, load_gguf
 from minicache.model.decoder import LinearScaling, Llama3Scaling
-from minicache.model.gguf_file import TYPES
+from minicache.model.gguf_file import TYPES, GGUFFile
 from minicache.model.tokenizer import gguf_tokenizer
 
 from .gguf_files import add_tokenizer, write_gguf
@@ -189,6 +193,8 @@ def test_a_conversation_is_that_of_the_folder(save, add_tokenizer, tmp_path):
     assert got.apply_chat_template(messages) == theirs.encode(text, add_special_tokens=False)
     with pytest.raises(ValueError, match="no role judge"):
         got.apply_chat_template([{"role": "judge", "content": "no"}])
+    assert got.encode("a\ud800b\udcff") == got.encode("a\ufffdb\ufffd")  # bytes of an argument that are no UTF-8
+    assert got.apply_chat_template([{"role": "user", "content": "\ud83d"}])
     assert got.end_token_ids == load_gguf(tmp_path / "model.gguf").config.end_token_ids == (1,)
     assert gguf_tokenizer(write_gguf(folder, tmp_path / "bare.gguf")) is None
 
@@ -204,6 +210,35 @@ def test_a_tokenizer_that_is_refused(tmp_path, pre, error, saying):
     made = bpe(split_at("."))
     with pytest.raises(error, match=re.escape(saying)):
         gguf_tokenizer(file_of(made, tmp_path / "model.gguf", pre))
+
+
+@pytest.mark.parametrize(
+    ("fields", "saying"),
+    [
+        ({"merges": None}, "tokenizer.ggml.merges must be a list of str"),
+        ({"tokens": [1, 2]}, "tokenizer.ggml.tokens must be a list of str"),
+        ({"tokens": ["a", "b", "a"]}, "the token 'a' is there twice"),
+        ({"bos_token_id": 2**63}, "tokenizer.ggml.bos_token_id must be one of 276 tokens; it is 9223372036854775808"),
+        ({"eos_token_id": 276}, "tokenizer.ggml.eos_token_id must be one of 276 tokens; it is 276"),
+        ({"eot_token_id": -1}, "tokenizer.ggml.eot_token_id must be one of 276 tokens; it is -1"),
+        ({"tokens": [str(number) for number in range(301)]}, "has 301 tokens, and embeddings for 300"),
+    ],
+)
+def test_a_tokenizer_that_is_broken(save, add_tokenizer, tmp_path, monkeypatch, fields, saying):
+    """Nothing of it is found out only when a conversation begins."""
+    folder = save("llama", **SIZES, vocab_size=300, fresh=True).folder
+    add_tokenizer(folder)
+    path = write_gguf(folder, tmp_path / "model.gguf", tokenizer=True)
+    read = GGUFFile.__init__
+
+    def broken(file, path):
+        read(file, path)
+        file.fields |= {f"tokenizer.ggml.{name}": value for name, value in fields.items()}
+
+    monkeypatch.setattr(GGUFFile, "__init__", broken)
+    with pytest.raises(CheckpointError, match=re.escape(saying)):  # noqa: PT012  # whichever an engine loads first
+        load_gguf(path)
+        gguf_tokenizer(path)
 
 
 # Files that are refused
@@ -223,7 +258,7 @@ def count(number):
     return struct.pack("<Q", number)
 
 
-STRING, ARRAY, OF_STRINGS = (struct.pack("<I", kind) for kind in (8, 9, 8))
+STRING, ARRAY, OF_FLAGS = (struct.pack("<I", kind) for kind in (8, 9, 7))
 
 
 @pytest.mark.parametrize(
@@ -249,11 +284,20 @@ STRING, ARRAY, OF_STRINGS = (struct.pack("<I", kind) for kind in (8, 9, 8))
             CheckpointError,
             f"its header goes on for {2**60} bytes",
         ),
-        (  # a list of so many strings
-            lambda path: overwrite(path, STRING + count(5), ARRAY + OF_STRINGS + count(2**60)),
-            CheckpointError,
-            f"its header goes on for {2**63} bytes",
+        *(
+            (  # a list of so many values; the second would be in the file
+                lambda path, length=length: overwrite(path, STRING + count(5), ARRAY + OF_FLAGS + count(length)),
+                CheckpointError,
+                f"there is a list of {length} values",
+            )
+            for length in (2**60, 10_000)
         ),
+        (  # a tensor with so many axes, which would be in the file
+            lambda path: overwrite(path, b"token_embd.weight\2\0\0\0", b"token_embd.weight\0\4\0\0"),
+            CheckpointError,
+            "has the tensor 'token_embd.weight' twice, or with 1024 axes",
+        ),
+        (lambda path: (path.unlink(), os.mkfifo(path)), CheckpointError, "is no file"),
         (
             lambda path: overwrite(path, b"blk.0.attn_q.weight", b"blk.0.attn_x.weight"),
             CheckpointError,
@@ -266,7 +310,8 @@ STRING, ARRAY, OF_STRINGS = (struct.pack("<I", kind) for kind in (8, 9, 8))
         ),
     ],
 )
-def test_a_broken_file(save, tmp_path, break_it, error, saying):
+def test_a_broken_file(save, tmp_path, break_it, error, saying, monkeypatch):
+    monkeypatch.setattr("minicache.model.gguf_file.MAX_LENGTH", 9_999)
     path = write_gguf(save("llama", **SIZES, fresh=True).folder, tmp_path / "model.gguf")
     break_it(path)
     with pytest.raises(error, match=re.escape(saying)) as raised:
@@ -291,6 +336,12 @@ def test_a_broken_file(save, tmp_path, break_it, error, saying):
             "blk.0.ffn_gate.weight is [96, 64], by its header it is [97, 64]",
         ),
         ({"attention__head_count": 3}, CheckpointError, "no model can have this shape: 3 query heads"),
+        # models that no memory has room for
+        ({"block_count": 2**31}, CheckpointError, "llama.block_count is 2147483648, and by its tensors at most 21"),
+        ({"embedding_length": 2**31}, CheckpointError, "llama.embedding_length is 2147483648, and by its tensors at"),
+        ({"attention__key_length": 2**31}, CheckpointError, "llama.attention.key_length is 2147483648, and by its ten"),
+        ({"extra": {"rope_freqs.weight": np.ones(3, np.float32)}}, CheckpointError, "is [3]; it must be [8]"),
+        ({"extra": {"rope_freqs.weight": np.zeros(8, np.float32)}}, CheckpointError, "must be positive; it is [0.0"),
     ],
 )
 def test_a_model_that_is_refused(save, tmp_path, fields, error, saying):
@@ -309,3 +360,32 @@ def test_types_and_architectures_that_are_refused(save, tmp_path):
         UnsupportedModelError, match="architecture is 'gemma', which is not supported; supported: llama"
     ):
         load_gguf(path)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_any_header_is_loaded_or_refused(tokenized, tmp_path, seed):
+    """Some bytes of it are others, or numbers are very large, or bytes are missing."""
+    chance = random.Random(seed)
+    content = bytearray(tokenized.read_bytes())
+    for _ in range(chance.choice([1, 1, 2, 4])):
+        at = chance.randrange(min(tensor.offset for tensor in GGUFFile(tokenized).tensors.values()))
+        change = chance.randrange(3)
+        if change == 0:
+            content[at] = chance.randrange(256)
+        elif change == 1:
+            content[at : at + 8] = count(chance.choice([0, 1, 2**16, 2**31, 2**60, 2**63, 2**64 - 1]))
+        else:
+            del content[at : at + chance.randrange(1, 20)]
+    path = tmp_path / "model.gguf"
+    path.write_bytes(content)
+    with suppress(MinicacheError):
+        load_gguf(path)
+    with suppress(MinicacheError):
+        gguf_tokenizer(path)
+
+
+@pytest.fixture(scope="module")
+def tokenized(save, add_tokenizer, tmp_path_factory):
+    folder = save("llama", **SIZES, vocab_size=300, fresh=True).folder
+    add_tokenizer(folder)
+    return write_gguf(folder, tmp_path_factory.mktemp("tokenized") / "model.gguf", tokenizer=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import importlib.util
+import os
 import shutil
 import subprocess
 import zipfile
@@ -144,6 +145,16 @@ def test_an_interrupted_pull_leaves_nothing(small, when):
     with pytest.raises(KeyboardInterrupt):
         pull("small", on_progress=interrupt)
     require_nothing_left(small.home)
+
+
+def test_what_a_killed_pull_left_is_removed_on_another_day(small):
+    old, new = (small.home / f".pull-{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir(parents=True)
+        (folder / "part.whl").write_bytes(b"part")
+    os.utime(old, (0, 0))
+    path = pull("small")
+    assert {path, new} == {*small.home.iterdir()}, "the other may be of a pull that is still going on"
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,22 @@ def test_result_follows_dots_and_formats(macros: ModuleType, results: Path) -> N
     assert macros.number("speed", "cached.ms.1", ".2f") == "2.50"
 
 
+@pytest.mark.parametrize(
+    ("value", "form", "printed"),
+    [
+        (0.125, ".1%", "12.5\N{NO-BREAK SPACE}%"),
+        (0.5, "+.0%", "+50\N{NO-BREAK SPACE}%"),
+        (-0.5, ".0%", "−50\N{NO-BREAK SPACE}%"),
+        (-0.00001, ".2%", "0.00\N{NO-BREAK SPACE}%"),
+    ],
+)
+def test_a_percentage_is_printed_as_pages_write_it(
+    macros: ModuleType, results: Path, value: float, form: str, printed: str
+) -> None:
+    (results / "share.json").write_text(json.dumps({"hits": value}), encoding="utf-8")
+    assert macros.number("share", "hits", form) == printed
+
+
 def test_result_says_that_null_was_not_measured(macros: ModuleType, results: Path) -> None:
     (results / "speed.json").write_text(json.dumps({"peer": None}), encoding="utf-8")
     assert macros.number("speed", "peer", ",.0f") == "not measured"

@@ -44,11 +44,12 @@ def quantize_groups(weight: Tensor, dtype: str) -> GroupQuantized:
     float16, the numbers are 0.
 
     Args:
-        weight: `[out, in]`, floating point; in is a multiple of GROUP. It is not changed.
+        weight: `[out, in]`, floating point, perhaps a parameter; in is a multiple of GROUP. It is not changed.
         dtype: "int8" or "int4".
 
     Raises:
-        ValueError: dtype is neither, in is no multiple of GROUP, or a number is not finite, or out of float16's range.
+        ValueError: dtype is neither, or weight is no `[out, in]` with in a multiple of GROUP: the message names the
+            dtype or the shape. Or a number is not finite, or a scale or minimum is out of float16's range.
     """
     raise NotImplementedError(
         "phase 4, task 10: Weights in groups; read docs/en/phase-04-triton-kernels/lab/07-weights-of-few-bits.md"

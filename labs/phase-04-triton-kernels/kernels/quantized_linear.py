@@ -24,7 +24,8 @@ from minicache.kernels.group_quantize import GroupQuantized
 def dequantize_tile(numbers, scale, minimum):
     """Weights in fp32: each number times its group's scale, plus its group's minimum if there is one.
 
-    Not a kernel but a function that kernels call. `tl.reshape(x, [a, b, c])` keeps the order of the elements.
+    Not a kernel but a function that kernels call. `tl.reshape(x, [a, b, c])` keeps the order of the elements; its sizes
+    are constants, as a tile's `x.shape[0]` is.
 
     Tiles:
         numbers: `[OUTPUTS, n · GROUPS]` integers: n consecutive ones of each group.
@@ -74,8 +75,8 @@ def quantized_linear_kernel(
         minimum_ptr: likewise; None for int8.
         out_ptr: `[num_rows, num_outputs]`, contiguous, of the dtype `out_ptr.dtype.element_ty`.
 
-    Numbers: num_rows, num_outputs, num_groups, any ≥ 1. hidden_strides: of rows and of inputs, in elements, arbitrary.
-    Multiply rows and outputs in int64.
+    Numbers: num_rows, num_outputs, num_groups, any ≥ 1. hidden_strides: a tuple, of rows and of inputs, in elements,
+    arbitrary. Multiply rows and outputs in int64.
 
     Constants:
         ROWS: a power of two of at least 16, which `tl.dot` needs.

@@ -7,6 +7,7 @@ any model runs. No phase builds this module.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Final, Protocol, cast
 
@@ -139,12 +140,18 @@ def default_num_blocks(
 
     Raises:
         TypeError: a number is not an int.
-        ValueError: a number is below 1.
+        ValueError: a number is below 1; or on a CPU, the machine has not as much memory as one request needs.
     """
     for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
         require_count(name, value)
     block_nbytes = kv_token_nbytes(model, kv_cache_dtype) * block_size
     for_one = blocks_for(max_model_len, block_size)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if next(iter(model.parameters())).device.type == "cpu" and for_one * block_nbytes > memory:
+        raise ValueError(
+            f"a request of max_model_len {max_model_len} tokens needs a cache of {for_one * block_nbytes / 2**30:.1f} "
+            f"GiB, and this machine has {memory / 2**30:.1f} GiB: give a lower max_model_len"
+        )
     return max(for_one, min(nbytes // block_nbytes, for_one * max_num_seqs))
 
 

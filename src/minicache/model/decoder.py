@@ -44,8 +44,8 @@ class Llama3Scaling:
     original_max_seq_len / high_freq_factor stays, and between the two it is blended (Llama 3.1's published code).
 
     Attributes:
-        factor: > 0.
-        low_freq_factor: > 0.
+        factor: positive.
+        low_freq_factor: positive.
         high_freq_factor: more than low_freq_factor.
         original_max_seq_len: positions that the model was trained on before it was stretched.
     """

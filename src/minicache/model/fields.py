@@ -32,12 +32,21 @@ class Fields:
         """Whether there is a value, be it null."""
         return name in self._values
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """An int of at least 1."""
+    def count(self, name: str, default: int | None = None, most: int | None = None) -> int:
+        """An int of at least 1; and at most `most`, which is what the model's tensors can have."""
         value = self.get(name, default)
         if type(value) is not int or value < 1:
             raise CheckpointError(f"{self._where}{name} must be a positive whole number; it is {value!r}")
+        if most is not None and value > most:
+            raise CheckpointError(f"{self._where}{name} is {value}, and by its tensors at most {most}")
         return value
+
+    def sequence(self, name: str, kind: type) -> list[Any]:
+        """A list of values of one type."""
+        values = self.get(name)
+        if not isinstance(values, list) or not all(type(value) is kind for value in values):
+            raise CheckpointError(f"{self._where}{name} must be a list of {kind.__name__}")
+        return values
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number over 0."""

@@ -117,8 +117,13 @@ def gguf_config(file: GGUFFile) -> DecoderConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{file.path} lacks 1 tensor, which every model has: token_embd.weight")
-    num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length")
-    head_dim = fields.count("attention.key_length", max(1, hidden_size // num_heads))
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > embedding.shape[0]:
+        raise CheckpointError(f"{file.path} has {len(tokens)} tokens, and embeddings for {embedding.shape[0]}")
+    # Only a model that is made has shapes to check, and one of lying sizes would not fit into memory.
+    most = max(max(tensor.shape) for tensor in file.tensors.values())
+    num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length", most=most)
+    head_dim = fields.count("attention.key_length", max(1, hidden_size // num_heads), most=most)
     fields.require("attention.value_length", head_dim, default=head_dim)
     fields.require("rope.dimension_count", head_dim, default=head_dim)
     try:
@@ -126,14 +131,14 @@ def gguf_config(file: GGUFFile) -> DecoderConfig:
             vocab_size=embedding.shape[0],
             hidden_size=hidden_size,
             intermediate_size=fields.count("feed_forward_length"),
-            num_layers=fields.count("block_count"),
+            num_layers=fields.count("block_count", most=len(file.tensors)),
             num_heads=num_heads,
             num_kv_heads=fields.count("attention.head_count_kv", num_heads),
             head_dim=head_dim,
             max_seq_len=fields.count("context_length"),
             norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
             rope_theta=fields.number("rope.freq_base", 10_000.0),
-            rope_scaling=_rope_scaling(file, fields),
+            rope_scaling=_rope_scaling(file, fields, head_dim),
             # A file says by its tensors what a config.json has fields for.
             attention_bias="blk.0.attn_q.bias" in file.tensors or architecture == "qwen2",
             output_bias="blk.0.attn_output.bias" in file.tensors,
@@ -150,12 +155,24 @@ def gguf_end_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """The tokens with which a file's model ends its text.
 
     Raises:
-        CheckpointError: one is no token id.
+        CheckpointError: as `gguf_token_ids`.
     """
-    names = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    ids = [file.fields[name] for name in names if name in file.fields]
-    if any(type(token_id) is not int or token_id < 0 for token_id in ids):
-        raise CheckpointError(f"{file.path}: {' and '.join(names)} must be token ids; they are {ids!r}")
+    return gguf_token_ids(file, "eos", "eot")
+
+
+def gguf_token_ids(file: GGUFFile, *names: str) -> tuple[int, ...]:
+    """The tokens that a file has for some purposes, "bos" for instance, without repetition.
+
+    Raises:
+        CheckpointError: one is not in the file's vocabulary.
+    """
+    fields, ids = Fields(file.fields, f"{file.path}: "), []
+    for name in (f"tokenizer.ggml.{name}_token_id" for name in names):
+        if fields.has(name):
+            ids.append(fields.get(name))
+            num_tokens = len(fields.sequence("tokenizer.ggml.tokens", str))
+            if type(ids[-1]) is not int or not 0 <= ids[-1] < num_tokens:
+                raise CheckpointError(f"{file.path}: {name} must be one of {num_tokens} tokens; it is {ids[-1]!r}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -173,7 +190,7 @@ def _fields_of(file: GGUFFile, architecture: str) -> Fields:
     return Fields(values, f"{file.path}: {prefix}")
 
 
-def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearScaling | FactorScaling | None:
+def _rope_scaling(file: GGUFFile, fields: Fields, head_dim: int) -> LinearScaling | FactorScaling | None:
     """How a file's rotary positions are stretched."""
     kind = fields.get("rope.scaling.type", "none")
     factors = file.tensors.get(_ROPE_FACTORS)
@@ -183,9 +200,12 @@ def _rope_scaling(file: GGUFFile, fields: Fields) -> LinearScaling | FactorScali
         raise fields.unsupported("rope.scaling.type", kind, f"none, linear, or the tensor {_ROPE_FACTORS}")
     if factors is None:
         return None
-    if len(factors.shape) != 1:
-        raise CheckpointError(f"{file.path}: {_ROPE_FACTORS} is {list(factors.shape)}; it must have one axis")
-    return FactorScaling(tuple(file.read(factors).tolist()))
+    if factors.shape != (head_dim // 2,):
+        raise CheckpointError(f"{file.path}: {_ROPE_FACTORS} is {list(factors.shape)}; it must be {[head_dim // 2]}")
+    divisors = file.read(factors)
+    if not (divisors > 0).all():
+        raise CheckpointError(f"{file.path}: {_ROPE_FACTORS} must be positive; it is {divisors.tolist()}")
+    return FactorScaling(tuple(divisors.tolist()))
 
 
 def _stored_name(name: str) -> str:

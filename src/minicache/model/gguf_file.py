@@ -30,6 +30,10 @@ CHUNK_NBYTES: Final = 2**17
 thread, and waking others for each part costs more; and once large memory was freed, glibc takes the next from its heap,
 where what is freed among the weights is not given back."""
 
+MAX_LENGTH: Final = 2**22
+"""The most values of a list of the header. A vocabulary has a sixteenth of them; as Python's objects, a list takes ten
+times the bytes that it takes in a file."""
+
 _SCALARS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}  # a value's type, as struct has it
 _STRING: Final = 8
 _ARRAY: Final = 9
@@ -84,6 +88,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.exists() and not path.is_file():  # to open a pipe would wait for someone who writes
+            raise CheckpointError(f"{path} is no file")
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 self.fields, self.tensors = _Header(content, path).read()
@@ -161,9 +167,11 @@ class _Header:
         for _ in range(num_tensors):
             name = self._string()
             num_axes = self._number("I")
+            if name in places or not 1 <= num_axes <= 4:
+                raise CheckpointError(f"{self._path} has the tensor {name!r} twice, or with {num_axes} axes")
             shape = self._numbers("Q", num_axes)[::-1]  # ggml names the axis first along which numbers lie
-            if name in places or not 1 <= num_axes <= 4 or 0 in shape:
-                raise CheckpointError(f"{self._path} has the tensor {name!r} twice, or with the shape {list(shape)}")
+            if 0 in shape:
+                raise CheckpointError(f"{self._path} has the tensor {name!r} with the shape {list(shape)}")
             places[name] = shape, self._number("I"), self._number("Q")
         return places
 
@@ -200,6 +208,8 @@ class _Header:
             return self._string()
         if kind == _ARRAY:
             kind, count = self._number("I"), self._number("Q")
+            if count > MAX_LENGTH:
+                raise CheckpointError(f"{self._path} is broken: at byte {self._at} there is a list of {count} values")
             if kind == _STRING:
                 return self._strings(count)
             return [_rounded(self._kind(kind), value) for value in self._numbers(self._kind(kind), count)]
@@ -224,7 +234,6 @@ class _Header:
 
     def _strings(self, count: int) -> list[str]:
         """Strings, one after the other."""
-        self._require(8 * count)  # or a count that cannot be would be counted to
         strings, length_of, content = [], struct.Struct("<Q").unpack_from, self._content
         for _ in range(count):  # 100,000 of them in a vocabulary
             start = self._advance(8) + 8
@@ -238,16 +247,13 @@ class _Header:
 
     def _advance(self, nbytes: int) -> int:
         """Where the next bytes begin; what is read next follows them."""
-        self._require(nbytes)
-        start, self._at = self._at, self._at + nbytes
-        return start
-
-    def _require(self, nbytes: int) -> None:
         if nbytes > self._size - self._at:
             raise CheckpointError(
                 f"{self._path} is broken: its header goes on for {nbytes} bytes at byte {self._at}, and it has "
                 f"{self._size}. Was it downloaded to its end?"
             )
+        start, self._at = self._at, self._at + nbytes
+        return start
 
 
 def _rounded(kind: str, value: Any) -> Any:

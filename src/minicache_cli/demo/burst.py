@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from gettext import gettext as _
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -84,8 +85,9 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
     prompts = [texts[index % len(texts)] for index in range(len(ANSWER_LENS))]
     runs = _best_of_turns(model, tokenizer, prompts, console)
     console.print(
-        f"{len(prompts)} requests arrive at once and request {min(ANSWER_LENS)} to {max(ANSWER_LENS)} tokens; "
-        f"{MAX_NUM_SEQS} batch slots.",
+        _("{num} requests arrive at once and request {least} to {most} tokens; {slots} batch slots.").format(
+            num=len(prompts), least=min(ANSWER_LENS), most=max(ANSWER_LENS), slots=MAX_NUM_SEQS
+        ),
         soft_wrap=True,
     )
     for stage, run in runs.items():
@@ -95,21 +97,21 @@ def show(model: MiniGPT, tokenizer: Tokenizer, texts: Sequence[str], out: Path, 
     console.print(f"[bold]{verdict(runs)}[/]")
     console.print(_simulated())
     save_plot(partial(_plot, runs=runs), "A burst of requests: who computes at which step", out / "burst.png")
-    console.print(f"Plot: [bold]{out / 'burst.png'}[/]", soft_wrap=True)
+    console.print(_("Plot: {file}").format(file=f"[bold]{out / 'burst.png'}[/]"), soft_wrap=True)
     for stage, run in runs.items():
         file = out / f"burst-{stage}.trace.json"
         file.write_text(json.dumps(to_chrome_trace(run.steps)), encoding="utf-8")
-        console.print(f"Trace, for a trace viewer: [bold]{file}[/]", soft_wrap=True)
+        console.print(_("Trace, for a trace viewer: {file}").format(file=f"[bold]{file}[/]"), soft_wrap=True)
 
 
 def _best_of_turns(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], console: Console) -> dict[str, Run]:
     """The schedulers take turns; of each, its quickest run: a busy moment of the machine decides nothing."""
     turns = [stage for _ in range(NUM_TURNS) for stage in STAGES]
     best: dict[str, Run] = {}
-    for stage in track(turns, description="Serving the burst", console=console, transient=True):
+    for stage in track(turns, description=_("Serving the burst"), console=console, transient=True):
         run = _serve(model, tokenizer, prompts, stage)
         if any(run.token_ids != other.token_ids for other in best.values()):
-            raise MinicacheError("the scheduler changed the tokens. That is a bug: please report it.")
+            raise MinicacheError(_("the scheduler changed the tokens. That is a bug: please report it."))
         best[stage] = min(run, best.get(stage, run), key=lambda each: each.seconds)
     return best
 
@@ -117,11 +119,15 @@ def _best_of_turns(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], con
 def verdict(runs: Mapping[str, Run]) -> str:
     """What the totals show: the steps follow from the answers' lengths, the time from the machine too."""
     static, continuous = (runs[stage] for stage in STAGES)
-    steps = f"Same tokens, in {len(continuous.steps)} steps instead of {len(static.steps)}"
     speed_up = static.seconds / continuous.seconds
     if round(speed_up, 1) > 1:
-        return f"{steps}, {speed_up:.1f} times as fast."
-    return f"{steps}, but in no less time ({speed_up:.1f} ×), which depends on the machine's other load."
+        message = _("Same tokens, in {steps} steps instead of {more}, {speed_up:.1f} times as fast.")
+    else:
+        message = _(
+            "Same tokens, in {steps} steps instead of {more}, but in no less time ({speed_up:.1f} ×), which depends on "
+            "the machine's other load."
+        )
+    return message.format(steps=len(continuous.steps), more=len(static.steps), speed_up=speed_up)
 
 
 def _serve(model: MiniGPT, tokenizer: Tokenizer, prompts: list[str], stage: str) -> Run:
@@ -162,8 +168,9 @@ def cells(steps: Sequence[TraceStep], num_requests: int) -> list[list[str | None
 def _grid(stage: str, run: Run, width: int, most_steps: int) -> Text:
     """The run as coloured characters, as many steps to a character as the terminal makes necessary."""
     per_cell = -(-most_steps // max(20, width - 8))
-    text = Text(f"{stage} batching, {len(run.steps)} steps", style="bold")
-    text.append(f" ({per_cell} to a character)\n" if per_cell > 1 else "\n", style="dim")
+    text = Text(_("{stage} batching, {num} steps").format(stage=stage, num=len(run.steps)), style="bold")
+    text.append(_(" ({num} to a character)").format(num=per_cell) if per_cell > 1 else "", style="dim")
+    text.append("\n")
     for index, row in enumerate(cells(run.steps, len(ANSWER_LENS))):
         text.append(f"  {index:2}  ", style="dim")
         for start in range(0, len(row), per_cell):
@@ -182,15 +189,15 @@ def _cell(kinds: Sequence[str | None]) -> tuple[str, str]:
 
 def _legend() -> Text:
     text = Text("  ")
-    for role, said in {"prompt": "prompt", "generated": "a token", "end": "the last token"}.items():
+    for role, said in {"prompt": _("prompt"), "generated": _("a token"), "end": _("the last token")}.items():
         text.append(GLYPHS[role], style=color(role, "dark"))
         text.append(f" {said}   ", style="dim")
-    return text.append("· waits", style="dim")
+    return text.append(_("· waits"), style="dim")
 
 
 def _totals(runs: dict[str, Run]) -> Table:
-    headings = ("", "steps", "busy slots", "mean steps to finish", "seconds", "tokens / s")
-    caption = "best of three runs · busy slots: share of all steps' batch slots that computed a token"
+    headings = ("", _("steps"), _("busy slots"), _("mean steps to finish"), _("seconds"), _("tokens / s"))
+    caption = _("best of three runs · busy slots: share of all steps' batch slots that computed a token")
     table = figures(*headings, caption=caption)
     for stage, run in runs.items():
         table.add_row(
@@ -199,7 +206,7 @@ def _totals(runs: dict[str, Run]) -> Table:
             f"{100 * run.busy_share:.0f} %",
             f"{fmean(run.finish_steps):.0f}",
             f"{run.seconds:.2f}",
-            f"{sum(map(len, run.token_ids)) / run.seconds:.0f}",
+            f"{sum(map(len, run.token_ids)) / run.seconds:,.0f}",
         )
     return table
 
@@ -213,11 +220,11 @@ def _simulated() -> Table:
     from minicache.simulator.workload import SHAREGPT, generate
 
     chats = [replace(chat, time=0.0) for chat in generate(SHAREGPT, NUM_CHATS, seed=0)]
-    headings = ("", "minutes", "tokens / s", "requests at once", "preempted")
+    headings = ("", _("minutes"), _("tokens / s"), _("requests at once"), _("preempted"))
     table = figures(
         *headings,
-        title=f"simulated: {NUM_CHATS} chats at once, OPT-13B on one {A100_40GB.name}",
-        caption="the same schedulers, with step times from a formula; the first two know every answer's length",
+        title=_("simulated: {num} chats at once, OPT-13B on one {gpu}").format(num=NUM_CHATS, gpu=A100_40GB.name),
+        caption=_("the same schedulers, with step times from a formula; the first two know every answer's length"),
     )
     for stage, kv_cache_dtype in ((STAGES[0], None), (STAGES[1], None), ("paged", None), ("paged", "int8")):
         num_slots = NUM_SLOTS * kv_token_bytes(OPT_13B) // kv_token_bytes(OPT_13B, kv_cache_dtype=kv_cache_dtype)
@@ -225,9 +232,9 @@ def _simulated() -> Table:
         cost = RooflineCost(OPT_13B, A100_40GB, kv_cache_dtype=kv_cache_dtype)
         report = ServingSimulation(scheduler, cost, chats).run()
         table.add_row(
-            f"{stage}, {kv_cache_dtype} cache" if kv_cache_dtype else stage,
+            _("{stage}, {dtype} cache").format(stage=stage, dtype=kv_cache_dtype) if kv_cache_dtype else stage,
             f"{report.makespan / 60:.1f}",
-            f"{report.tokens_per_second:.0f}",
+            f"{report.tokens_per_second:,.0f}",
             f"{report.mean_batch_size:.1f}",
             str(report.num_preemptions),
         )

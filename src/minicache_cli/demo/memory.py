@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from gettext import gettext as _
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -78,9 +79,11 @@ def show(
     paged.reserved = storage.nbytes
     for text, expected, got in zip(texts, dense.token_ids, paged.token_ids, strict=True):
         if expected != got:
-            raise MinicacheError(f"{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
+            message = _("{text!r}: the paged cache changed the tokens. That is a bug: please report it.")
+            raise MinicacheError(message.format(text=text))
     lengths = ", ".join(str(len(token_ids)) for token_ids in paged.token_ids)
-    console.print(f"Sampled until each text ends, {max_seq_len} tokens at most. New tokens:")
+    message = _("Sampled until each text ends, {most} tokens at most. New tokens:")
+    console.print(message.format(most=max_seq_len))
     console.print(lengths, soft_wrap=True)
     runs = {"dense": dense, "paged": paged}
     console.print(_totals(runs))
@@ -88,7 +91,7 @@ def show(
     console.print(quantized(storage), soft_wrap=True)
     plot, title = out / "memory.png", "Eight requests: reserved in advance, or block by block"
     save_plot(partial(_plot, dense=dense, paged=paged), title, plot)
-    console.print(f"Plot: [bold]{plot}[/]", soft_wrap=True)
+    console.print(_("Plot: {file}").format(file=f"[bold]{plot}[/]"), soft_wrap=True)
 
 
 def _most_blocks_at_once(prompts: list[list[int]], token_ids: list[list[int]]) -> int:
@@ -114,7 +117,7 @@ def _decode_all(
         index: decode(model, torch.tensor([ids]), max_seq_len - len(ids), cache=cache, pick=sampler(1.0, seed=index))
         for index, (ids, cache) in enumerate(zip(prompts, caches, strict=True))
     }
-    for _ in track(range(max_seq_len), description=type(caches[0]).__name__, console=console, transient=True):
+    for _step in track(range(max_seq_len), description=type(caches[0]).__name__, console=console, transient=True):
         for index, steps in list(running.items()):
             token = next(steps, None)
             if token is not None:
@@ -132,8 +135,9 @@ def _decode_all(
 def verdict(saving: float) -> str:
     """What the totals show: `saving` is the dense caches' memory over that of the paged ones."""
     if round(saving, 1) > 1:
-        return f"Same tokens, with {saving:.1f} times less memory reserved."
-    return f"Same tokens, but no memory was saved ({saving:.1f} ×): texts this short do not fill their blocks."
+        return _("Same tokens, with {saving:.1f} times less memory reserved.").format(saving=saving)
+    message = _("Same tokens, but no memory was saved ({saving:.1f} ×): texts this short do not fill their blocks.")
+    return message.format(saving=saving)
 
 
 def quantized(storage: PagedStorage) -> str:
@@ -143,21 +147,24 @@ def quantized(storage: PagedStorage) -> str:
 
     one = QuantizedStorage(BlockPool(1, 1), storage.num_layers, storage.num_kv_heads, storage.head_dim)
     saving = storage.token_nbytes / one.nbytes
-    return (
-        f'With kv_cache_dtype="int8" a token takes {one.nbytes:,} bytes instead of {storage.token_nbytes:,}, scales '
-        f"included: the same memory holds {saving:.1f} times as many tokens, rounded to 8 bits."
+    message = _(
+        'With kv_cache_dtype="int8" a token takes {int8:,} bytes instead of {float32:,}, scales included: the same '
+        "memory holds {saving:.1f} times as many tokens, rounded to 8 bits."
     )
+    return message.format(int8=one.nbytes, float32=storage.token_nbytes, saving=saving)
 
 
 def _totals(runs: dict[str, Run]) -> Table:
     """Bytes reserved, taken and used, one table row per cache."""
-    headings = ("", "KiB reserved", "KiB taken", "KiB with tokens", "tokens / reserved", "tokens / taken")
-    caption = "means of all steps · taken: unavailable to others · with tokens: of running requests"
+    sizes = (_("KiB reserved"), _("KiB taken"), _("KiB with tokens"))
+    headings = ("", *sizes, _("tokens / reserved"), _("tokens / taken"))
+    caption = _("means of all steps · taken: unavailable to others · with tokens: of running requests")
     table = figures(*headings, caption=caption)
+    names = {"dense": _("dense"), "paged": _("paged")}
     for way, run in runs.items():
         taken, used = fmean(run.taken), fmean(run.used)
         table.add_row(
-            Text(way, style=color(WAYS[way], "dark")),
+            Text(names[way], style=color(WAYS[way], "dark")),
             *(f"{nbytes / 1024:,.0f}" for nbytes in (run.reserved, taken, used)),
             f"{100 * used / run.reserved:.1f} %",
             f"{100 * used / taken:.1f} %",

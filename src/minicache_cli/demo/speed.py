@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from gettext import gettext as _
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -50,7 +51,8 @@ def show(
     runs = _decode_all(model, prompts, max_seq_len, console)
     for text, recomputed, cached in zip(texts, *runs.values(), strict=True):
         if recomputed.token_ids != cached.token_ids:
-            raise MinicacheError(f"{text!r}: the cache changed the tokens. That is a bug: please report it.")
+            message = _("{text!r}: the cache changed the tokens. That is a bug: please report it.")
+            raise MinicacheError(message.format(text=text))
 
     by_position = {way: _median_by_position(prompts, way_runs) for way, way_runs in runs.items()}
     console.print(_completions(tokenizer, prompts, runs["KV cache"]))
@@ -60,7 +62,7 @@ def show(
     console.print(f"[bold]{verdict(seconds['recompute'] / seconds['KV cache'])}[/]")
     plot, title = out / "time_per_token.png", "One more token: computed from scratch, or with a KV cache"
     save_plot(partial(_plot, by_position=by_position), title, plot)
-    console.print(f"Plot: [bold]{plot}[/]", soft_wrap=True)
+    console.print(_("Plot: {file}").format(file=f"[bold]{plot}[/]"), soft_wrap=True)
 
 
 def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, console: Console) -> dict[str, list[Run]]:
@@ -74,9 +76,11 @@ def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, cons
     config = model.config
     cache = KVCache(config.num_layers, 1, config.num_kv_heads, max_seq_len, config.head_dim)
     runs: dict[str, list[Run]] = {way: [] for way in WAYS}
-    columns = (TextColumn("{task.description:<9}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
+    columns = (TextColumn("{task.description:<10}"), BarColumn(), TextColumn("{task.percentage:3.0f} %"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        bars = {way: progress.add_task(way, total=sum(max_seq_len - len(ids) for ids in prompts)) for way in WAYS}
+        bars = {
+            way: progress.add_task(_name(way), total=sum(max_seq_len - len(ids) for ids in prompts)) for way in WAYS
+        }
         for prompt, way in product(prompts, WAYS):  # in turns: a busy moment of the machine meets both
             cache.reset()
             way_cache = cache if way == "KV cache" else None
@@ -91,6 +95,10 @@ def _decode_all(model: MiniGPT, prompts: list[list[int]], max_seq_len: int, cons
     return runs
 
 
+def _name(way: str) -> str:
+    return {"recompute": _("recompute"), "KV cache": _("KV cache")}[way]
+
+
 def _median_by_position(prompts: list[list[int]], runs: list[Run]) -> dict[int, float]:
     """Position of a generated token → milliseconds it took: the median over the prompts that reach it."""
     samples: dict[int, list[float]] = {}
@@ -102,21 +110,22 @@ def _median_by_position(prompts: list[list[int]], runs: list[Run]) -> dict[int, 
 
 def _completions(tokenizer: Tokenizer, prompts: list[list[int]], runs: list[Run], num_shown: int = 8) -> Table:
     """The beginning of every completion: prompt and generated words in their colours."""
-    table = Table(title="Same tokens both ways", title_justify="left", show_header=False, box=None)
+    table = Table(title=_("Same tokens both ways"), title_justify="left", show_header=False, box=None)
     for prompt, run in zip(prompts, runs, strict=True):
         given = tokenizer.decode(prompt)
         shown = tokenizer.decode(prompt + run.token_ids[:num_shown])
         line = Text(given, style=color("prompt", "dark"))
         line.append(shown[len(given) :], style=color("generated", "dark"))
-        table.add_row(line.append(" …"), Text(f"{len(run.token_ids)} tokens", style="dim"))
+        table.add_row(line.append(" …"), Text(_("{num} tokens").format(num=len(run.token_ids)), style="dim"))
     return table
 
 
 def verdict(speed_up: float) -> str:
     """What the totals show: `speed_up` is the seconds of recomputation over those with the cache."""
     if round(speed_up, 1) > 1:
-        return f"Same tokens, computed {speed_up:.1f} times as fast."
-    return f"Same tokens, but no time was saved ({speed_up:.1f} ×): a cache pays when texts are longer."
+        return _("Same tokens, computed {speed_up:.1f} times as fast.").format(speed_up=speed_up)
+    message = _("Same tokens, but no time was saved ({speed_up:.1f} ×): a cache pays when texts are longer.")
+    return message.format(speed_up=speed_up)
 
 
 def _totals(
@@ -137,11 +146,12 @@ def _totals(
         "recompute": sum(p * n + n * (n - 1) // 2 for p, n in lengths),
         "KV cache": sum(p + n - 1 for p, n in lengths),
     }
-    headings = ("", "seconds", f"ms, token {last}", "positions", "KV bytes", "speed-up")
-    table = figures(*headings, caption="positions: computed by the model · KV bytes: per token in the cache")
+    at_last = _("ms, token {last}").format(last=last)
+    headings = ("", _("seconds"), at_last, _("positions"), _("KV bytes"), _("speed-up"))
+    table = figures(*headings, caption=_("positions: computed by the model · KV bytes: per token in the cache"))
     for way, role in WAYS.items():
         table.add_row(
-            Text(way, style=color(role, "dark")),
+            Text(_name(way), style=color(role, "dark")),
             f"{seconds[way]:.2f}",
             f"{by_position[way][last]:.2f}",
             f"{computed[way]:,}",
@@ -161,10 +171,10 @@ def _terminal_plot(by_position: dict[str, dict[int, float]], width: int) -> str:
     for way, role in WAYS.items():
         times = by_position[way]
         rgb = tuple(bytes.fromhex(color(role, "dark")[1:]))
-        plotext.plot(list(times), list(times.values()), label=way, color=rgb, marker="braille")
+        plotext.plot(list(times), list(times.values()), label=_name(way), color=rgb, marker="braille")
     last = max(max(times) for times in by_position.values())
     plotext.xticks(range(0, last + 1, max(1, round(last, -1) // 5)))  # left alone, it puts ticks at fractions
-    plotext.title("ms per token against position")
+    plotext.title(_("ms per token against position"))
     return str(plotext.build())
 
 

@@ -523,7 +523,7 @@ async function converse(text) {
       const [choice] = event.choices;
       if (choice?.delta.content || choice?.finish_reason) follow(() => card.add(choice.delta.content ?? "", choice.finish_reason));
     }
-    card.head.textContent = `${whole.format(numTokens)} tokens, ${card.head.textContent}`;
+    follow(() => { card.head.textContent = `${whole.format(numTokens)} tokens, ${card.head.textContent}`; });
     tell("The answer is complete.", false, "chat-said");
   } catch (error) {
     const isStopped = error.name === "AbortError";

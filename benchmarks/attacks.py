@@ -9,7 +9,7 @@ what is measured, and so "quiet", without an attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 
-Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, rss_mb (before, most, after),
+Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, canary_failed, mb_before, mb_most, mb_after,
 statuses: how often each).
 """
 
@@ -335,7 +335,9 @@ def measured(attack: Attack, port: int, canary: Canary, processes: list[psutil.P
         "attack": attack.__name__,
         "gap_ms": round(1e3 * gap),
         "canary_failed": num_failed,
-        "rss_mb": [round(each) for each in (before, most, memory_mb(processes))],
+        "mb_before": round(before),
+        "mb_most": round(most),
+        "mb_after": round(memory_mb(processes)),
         "statuses": dict(statuses),
     }
 
@@ -370,7 +372,7 @@ def show(found: list[dict[str, Any]]) -> None:
         table.add_column(heading, justify="right" if heading[0] in "wfMma" and heading != "attack" else "left")
     for each in found:
         statuses = ", ".join(f"{number} × {name}" for name, number in each["statuses"].items())
-        row = (each["gap_ms"], each["canary_failed"], *each["rss_mb"])
+        row = [each[name] for name in ("gap_ms", "canary_failed", "mb_before", "mb_most", "mb_after")]
         table.add_row(each["target"], each["attack"], *map(str, row), statuses)
     Console(highlight=False).print(table)
 

@@ -103,7 +103,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
     --mine, your engine runs in a thread of the server (--in-process).
     """
     if http.api_keys is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGHUP, lambda *_: None)  # until the application takes it, it must not end the process
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it must not end the process before or after its time
     if logs.has_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are drawn on stderr
     console = Console(highlight=False, quiet=logs.has_json)  # the log has it all then

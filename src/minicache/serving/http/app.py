@@ -169,12 +169,13 @@ def _reading_again(api_keys: ApiKeys | None, metrics: Metrics) -> Iterator[None]
         metrics.set_keys(names)
         logger.info("the API keys were reloaded: %d", len(names))
 
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, read_again)
     try:
         yield
     finally:
-        loop.remove_signal_handler(signal.SIGHUP)
+        loop.remove_signal_handler(signal.SIGHUP)  # the default would end a server that is about to end well
+        signal.signal(signal.SIGHUP, before)
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

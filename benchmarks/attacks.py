@@ -9,8 +9,8 @@ what is measured, and so "quiet", without an attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 
-Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, canary_failed, mb_before, mb_most, mb_after,
-statuses: how often each).
+Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, canary_failed, mb_before,
+mb_most, mb_after, statuses: how often each).
 """
 
 from __future__ import annotations

@@ -235,6 +235,23 @@ def test_connections_that_descriptors_do_not_suffice_for_are_closed_and_logged_o
     assert "connections are refused, 1 so far" in lines[0]
 
 
+def test_who_only_connects_keeps_no_one_out(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places of idle connections are taken, the oldest first; not that of a client that waits for its answer."""
+    monkeypatch.setattr("minicache.serving.http.connections.max_connections", lambda: 10)
+    server = serve()
+    with ExitStack() as stack:
+        waiting = stack.enter_context(server.connect())
+        waiting.sendall(HEAD + b"Content-Length: 2\r\n\r\n{")
+        idle = [stack.enter_context(server.connect()) for _ in range(20)]
+        assert server.ask("GET", "/health").status == 200
+        waiting.sendall(b"}")
+        assert waiting.recv(12) == b"HTTP/1.1 400"
+        idle[-1].sendall(HEALTH)
+        assert idle[-1].recv(12) == b"HTTP/1.1 200"
+        with suppress(ConnectionError):
+            assert idle[0].recv(1) == b""
+
+
 def test_the_limit_of_descriptors_is_raised_and_clients_have_half_of_it() -> None:
     code = """
 import resource, sys

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from minicache.serving.http.answering import WRITE_NOW
+from minicache.serving.http.listener import max_connections
 from minicache.serving.http.logs import request_log
 
 HEAD_SECONDS = 10.0
@@ -31,6 +32,9 @@ MAX_QUEUED: Final = 32
 """So many requests of a connection may wait for the one before them. Beyond, it is not read. (A piece that was begun is
 parsed to its end: of the shortest requests that there are, it has 14.)"""
 
+CROWDED: Final = 0.75
+"""From this part of `max_connections` on, a new connection takes the place of the one that is idle longest."""
+
 _PIECE_NBYTES: Final = 256
 _PIECES_PER_TURN: Final = 64
 """What is parsed of one connection before the event loop goes on to others."""
@@ -41,19 +45,28 @@ class BoundedProtocol(HttpToolsProtocol):
 
     What has come is parsed in pieces, and only while fewer than `MAX_QUEUED` requests wait; meanwhile the connection is
     not read. A head may be so long (`MAX_HEAD_NBYTES`) and take so long (`HEAD_SECONDS`). Trailers are dropped. A
-    client that reads nothing for `unread_seconds` is disconnected. And when a client with several requests disconnects,
-    all of them learn it; uvicorn tells the last.
+    client that reads nothing for `unread_seconds` is disconnected. Where there are many connections, a new one ends the
+    one that has waited longest for a whole head: who only connects keeps no one out. And when a client with several
+    requests disconnects, all of them learn it; uvicorn tells the last.
 
     Args:
         *args: uvicorn's.
+        idle: the server's connections without a request, the one that is idle longest first.
         unread_seconds: as above.
         **kwargs: uvicorn's.
     """
 
     flow: _Flow
 
-    def __init__(self, *args: Any, unread_seconds: float = UNREAD_SECONDS, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        idle: dict[BoundedProtocol, None],
+        unread_seconds: float = UNREAD_SECONDS,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._idle = idle
         self._unread_seconds = unread_seconds
         self._unparsed: deque[bytes] = deque()
         self._unanswered: deque[RequestResponseCycle] = deque()
@@ -70,10 +83,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=1, low=0)  # `pause_writing` means: the client does not keep up
         self._start_head_timer()
+        if len(self.server_state.connections) > CROWDED * max_connections() and self._idle:
+            next(iter(self._idle)).transport.abort()
+        self._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client has left."""
         super().connection_lost(exc)
+        self._idle.pop(self, None)
         self._unparsed.clear()
         self._stop_head_timer()
         self._stop_unread_timer()
@@ -114,6 +131,8 @@ class BoundedProtocol(HttpToolsProtocol):
         answered = self._unanswered.popleft()
         answered.scope.pop("extensions", None)  # they refer to it, so it would wait for a garbage collection
         super().on_response_complete()
+        if not (self._unanswered or self.transport.is_closing()):
+            self._idle[self] = None
         if self._unparsed:
             self._parse()
 
@@ -130,6 +149,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Its head is complete."""
         self._is_in_head = False
+        self._idle.pop(self, None)
         self._stop_head_timer()
         super().on_headers_complete()
         self.scope["extensions"] = {WRITE_NOW: {"write": partial(_write_now, self.cycle)}}

@@ -189,7 +189,7 @@ class Server(uvicorn.Server):
         self._logs = RequestLogs(answered)
         config = uvicorn.Config(
             self._logs,
-            http=partial(BoundedProtocol, unread_seconds=unread_seconds),  # type: ignore[arg-type]
+            http=partial(BoundedProtocol, idle={}, unread_seconds=unread_seconds),  # type: ignore[arg-type]
             ws="none",
             host=host,
             port=port,

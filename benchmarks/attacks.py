@@ -1,11 +1,11 @@
 """What hostile clients cost the others: a canary's longest wait for a token, and the memory of the server.
 
-`minicache serve` with two engines and 1,024 descriptors, and `minicache route` before it, are attacked in ways that
-need no key, or that of one client. Meanwhile the canary streams one answer after another, each on a new connection.
-Recorded of each attack: the longest time between two of the canary's tokens, whichever answers they belong to; the
-resident memory of all processes of the server before it, at most, and some seconds after it; and the statuses that
-the attacker got. Attackers run in a process of their own, on the same machine: on two cores their work is part of
-what is measured, and so "quiet", without an attack, comes first.
+`minicache serve` with two engines, keys and 1,024 descriptors, and `minicache route` before it, are attacked in ways
+that need no key, or that of one client. Meanwhile the canary, which has a key of its own, streams one answer after
+another, each on a new connection. Recorded of each attack: the longest time between two of the canary's tokens,
+whichever answers they belong to; the resident memory of all processes of the server before it, at most, and some
+seconds after it; and the statuses that the attacker got. Attackers run in a process of their own, on the same
+machine: on two cores their work is part of what is measured, and so "quiet", without an attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 
@@ -44,6 +44,7 @@ SECONDS: Final = 10.0
 REST_SECONDS: Final = 6.0
 MAIN: Final = "from minicache_cli import main; main()"
 PROMPT: Final = "Yesterday I"
+KEYS: Final = '[keys.attacker]\nkey = "attacker"\n[keys.canary]\nkey = "canary"\n'
 Attack = Callable[[int], Counter[str]]
 
 
@@ -54,12 +55,13 @@ def connect(port: int) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
 
 
-def post(body: bytes | dict[str, Any], *headers: str, length: int | None = None) -> bytes:
+def post(body: bytes | dict[str, Any], *headers: str, key: str = "attacker", length: int | None = None) -> bytes:
     """A request for a completion."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = len(content) if length is None else length
     head = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers]
-    return "\r\n".join([*head, f"Content-Length: {size}", "", ""]).encode() + content
+    head += [f"Authorization: Bearer {key}", f"Content-Length: {size}"]
+    return "\r\n".join([*head, "", ""]).encode() + content
 
 
 def status_of(answer: bytes) -> str:
@@ -265,7 +267,7 @@ class Canary:
         while not self._is_done:
             try:
                 with connect(self._port) as client:
-                    client.sendall(post(wish, "Connection: close"))
+                    client.sendall(post(wish, "Connection: close", key="canary"))
                     while not self._is_done and (data := client.recv(2**16)):
                         if b"data: {" in data and b'"error"' not in data:
                             now = time.perf_counter()
@@ -347,7 +349,9 @@ def main() -> None:
     only = sys.argv[1:]
     found = []
     with ExitStack() as stack:
-        served = [stack.enter_context(minicache("serve", "--replicas", "2"))]
+        keys = Path(stack.enter_context(TemporaryDirectory())) / "keys.toml"
+        keys.write_text(KEYS)
+        served = [stack.enter_context(minicache("serve", "--replicas", "2", "--api-keys", str(keys)))]
         served.append(stack.enter_context(minicache("route", f"http://127.0.0.1:{served[0][0]}")))
         for target, (port, _), attacks in zip(("serve", "route"), served, (OF_SERVER, OF_BOTH), strict=True):
             canary = Canary(port)

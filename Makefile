@@ -24,13 +24,15 @@ demo: $(SETUP) ## a KV cache, a paged one, a scheduler: same tokens, less time, 
 test: $(SETUP) ## the code and the graders: a few minutes
 	@$(PYTEST) $(PARALLEL) -m "not slow"
 
-check: lint docs ## everything: lint, starters, tests, author gates, notebooks, both sites, the wheel, the demo
+check: lint docs ## everything: lint, starters, tests, author gates, notebooks, both sites, chaos, the wheel, the demo
 	@$(say) "Starters"
 	@$(BIN)/minicache course starters --check
 	@$(say) "Tests, author gates, notebooks, both sites"
 	@# Some tests kill servers, or wait for browsers, while two others compute: a failure counts if it recurs alone.
 	@MINICACHE_SITE=site $(PYTEST) $(PARALLEL) || \
 		{ $(say) "Failures, again, one at a time"; MINICACHE_SITE=site $(PYTEST) -n 1 --lf --lfnf none; }
+	@$(say) "Chaos: a router and three servers, alone on the machine"
+	@$(PYTEST) tests/chaos.py
 	@$(say) "The wheel, in an empty environment"
 	@scripts/wheel.sh
 	@$(say) "The demo"

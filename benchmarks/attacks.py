@@ -152,9 +152,11 @@ def long_heads(port: int) -> Counter[str]:
 
 
 def logprobs(port: int) -> Counter[str]:
-    """128 answers of 500 tokens, each token with 20 others."""
-    wish = {"prompt": PROMPT, "n": 128, "max_tokens": 500, "logprobs": 20, "ignore_eos": True}
-    return exchange(port, post(wish))
+    """128 answers, each token with 20 others: 500 tokens, which is refused, and 93, the most that is admitted."""
+    wish = {"prompt": PROMPT, "n": 128, "logprobs": 20, "ignore_eos": True}
+    return sum(
+        (exchange(port, post({**wish, "max_tokens": most}, "Connection: close")) for most in (500, 93)), Counter()
+    )
 
 
 def near_stops(port: int) -> Counter[str]:
@@ -166,8 +168,11 @@ def near_stops(port: int) -> Counter[str]:
         while more := client.recv(2**16):
             answer += more
     text = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
-    stops = [text[at : at + 400] + "#" for at in range(16)]
-    return exchange(port, post({**wish, "n": 128, "stop": stops}))
+    found: Counter[str] = Counter()
+    for length in (400, 60):  # refused, and admitted
+        stops = [text[at : at + length] + "#" for at in range(16)]
+        found += exchange(port, post({**wish, "n": 128, "stop": stops}, "Connection: close"))
+    return found
 
 
 def idle_connections(port: int) -> Counter[str]:
@@ -266,18 +271,16 @@ class Canary:
     def _run(self) -> None:
         wish = {"prompt": PROMPT, "max_tokens": 400, "stream": True, "ignore_eos": True, "temperature": 0}
         while not self._is_done:
-            try:
-                with connect(self._port) as client:
-                    client.sendall(post(wish, "Connection: close", key="canary"))
-                    while not self._is_done and (data := client.recv(2**16)):
-                        if b"data: {" in data and b'"error"' not in data:
-                            now = time.perf_counter()
-                            self.worst, self._last = max(self.worst, now - self._last), now
-                            time.sleep(0.002)  # a reader has something to do as well
-                        elif not data.startswith(b"HTTP/1.1 200"):
-                            self.num_failed += b"data: [DONE]" not in data
-            except OSError:
-                self.num_failed += 1
+            end = b""
+            with suppress(OSError), connect(self._port) as client:
+                client.sendall(post(wish, "Connection: close", key="canary"))
+                while not self._is_done and (data := client.recv(2**16)):
+                    end = end[-20:] + data
+                    if b"data: {" in data and b'"error"' not in data:
+                        now = time.perf_counter()
+                        self.worst, self._last = max(self.worst, now - self._last), now
+                        time.sleep(0.002)  # a reader has something to do as well
+            self.num_failed += not (self._is_done or b"data: [DONE]" in end)
             self.worst = max(self.worst, time.perf_counter() - self._last)
 
 

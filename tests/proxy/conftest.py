@@ -267,7 +267,7 @@ class Proxied:
 
 @asynccontextmanager
 async def proxied(
-    *workers: FakeWorker, policy: str = "round_robin", max_unfinished: int = 64, check_timeout: float = 0.1, **more: Any
+    *workers: FakeWorker, policy: str = "round_robin", max_unfinished: int = 64, check_timeout: float = 5.0, **more: Any
 ) -> AsyncIterator[Proxied]:
     """A proxy in front of workers, which round robin asks in the order in which they are given."""
     for worker in workers:

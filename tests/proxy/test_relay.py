@@ -521,7 +521,7 @@ async def test_a_machine_that_says_nothing_any_more() -> None:
         await hangs.wait()
 
     workers = FakeWorker(answer), FakeWorker()
-    async with proxied(*workers) as proxy:
+    async with proxied(*workers, check_timeout=0.4) as proxy:
         responses = await asyncio.gather(proxy.post(BODY), proxy.post(BODY), proxy.post(BODY))
     assert [text_in(contents(each.content)) for each in responses] == [WANTED] * 3
     assert len(workers[0].asked) == 2

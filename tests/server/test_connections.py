@@ -242,6 +242,7 @@ def test_who_only_connects_keeps_no_one_out(serve: Any, monkeypatch: pytest.Monk
     with ExitStack() as stack:
         waiting = stack.enter_context(server.connect())
         waiting.sendall(HEAD + b"Content-Length: 2\r\n\r\n{")
+        assert server.ask("GET", "/health").status == 200  # by now the server has read that head
         idle = [stack.enter_context(server.connect()) for _ in range(20)]
         assert server.ask("GET", "/health").status == 200
         waiting.sendall(b"}")

@@ -140,15 +140,20 @@ def test_between_two_slices_the_event_loop_turns() -> None:
     assert ("slice", "slice") not in pairwise(happened)
 
 
-def test_log_probabilities_are_streamed_in_turns(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slices = []
-    entered = Turns.slice
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> list[Turns]:
+    """One for each slice of long work that was begun."""
+    begun, entered = [], Turns.slice
 
     def counted(self: Turns) -> Any:
-        slices.append(self)
+        begun.append(self)
         return entered(self)
 
     monkeypatch.setattr(Turns, "slice", counted)
+    return begun
+
+
+def test_log_probabilities_are_streamed_in_turns(server: Any, slices: list[Turns]) -> None:
     body = {"stream": True, "n": 4, "logprobs": 20, "max_tokens": 50, "ignore_eos": True}
     answer = server.complete(**body)
     events = answer.events[:-1]
@@ -233,15 +238,7 @@ def test_a_body_may_be_a_megabyte(server: Any) -> None:
     assert server.complete(user="a" * 2**20).status == 413
 
 
-def test_a_large_body_is_parsed_in_a_turn(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    slices = []
-    entered = Turns.slice
-
-    def counted(self: Turns) -> Any:
-        slices.append(self)
-        return entered(self)
-
-    monkeypatch.setattr(Turns, "slice", counted)
+def test_a_large_body_is_parsed_in_a_turn(server: Any, slices: list[Turns]) -> None:
     assert server.complete(stream=True, max_tokens=1).status == 200
     assert len(slices) == 0
     assert server.complete(stream=True, max_tokens=1, user="a" * bodies.SMALL_NBYTES).status == 200

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import os
 import random
 import statistics
 import time
@@ -33,10 +32,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import psutil
 import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -294,17 +293,12 @@ def serve(name: str, in_process: bool, wire: Connection) -> None:
         def obey() -> None:
             while wire.recv() == "cpu":
                 processes = [each.process for each in engine.replicas] if isinstance(engine, EngineClient) else []
-                wire.send(time.process_time() + sum(cpu_of(each.pid) for each in processes if each))
+                of_engines = (psutil.Process(each.pid).cpu_times() for each in processes if each)
+                wire.send(time.process_time() + sum(each.user + each.system for each in of_engines))
             server.stop()
 
         threading.Thread(target=obey, daemon=True).start()
         server.run()
-
-
-def cpu_of(pid: int) -> float:
-    """Processor time of another process, in seconds. Linux: the fields 14 and 15 of its stat (proc(5))."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # What is recorded

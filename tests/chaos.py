@@ -284,7 +284,7 @@ async def all_requests(url: str, prompts: list[str], wanted: list[str]) -> list[
     """How each of them has ended."""
     slots = asyncio.Semaphore(AT_ONCE)
     headers = {"Authorization": "Bearer ada"}
-    # The router closes idle connections after 5 s, and a request that meets that is reset: a client closes them before.
+    # A connection for each request: the router closes idle ones after 5 s, and a request that meets that is reset.
     limits = httpx.Limits(max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, headers=headers, trust_env=False, timeout=90, limits=limits) as client:
 

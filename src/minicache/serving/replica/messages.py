@@ -67,6 +67,12 @@ class AskPicture(Message, tag="ask"):
     known: int
 
 
+class Caught(Message, tag="caught"):
+    """The log probabilities of so many steps have been handled."""
+
+    num_steps: int
+
+
 class Shutdown(Message, tag="end"):
     """End the process."""
 
@@ -165,7 +171,7 @@ class Picture(Message, tag="picture"):
     json: bytes
 
 
-ToEngine = AddRequest | AbortRequest | StopAnswer | AskPicture | Shutdown
+ToEngine = AddRequest | AbortRequest | StopAnswer | AskPicture | Caught | Shutdown
 FromEngine = Progress | Ready | StartFailed | StepResult | Picture
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -382,8 +382,7 @@ class EngineClient(RemoteEngine):
             logprobs = None
             if step.logprobs and position in step.logprobs:
                 assert token_id is not None
-                logprob, top = step.logprobs[position]
-                logprobs = TokenLogprobs(token_id, logprob, tuple(top))
+                logprobs = TokenLogprobs(token_id, *step.logprobs[position])
             try:
                 if finish_reason == "error":
                     raise StepFailedError("sampling failed")

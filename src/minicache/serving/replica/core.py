@@ -141,7 +141,7 @@ class EngineCore:
         news.tokens = [(each.request_id, each.index, each.token_id, each.finish_reason) for each in chunks]  # type: ignore[misc]
         for position, chunk in enumerate(chunks):
             if chunk.logprobs is not None:
-                news.logprobs[position] = (chunk.logprobs.logprob, list(chunk.logprobs.top))
+                news.logprobs[position] = (chunk.logprobs.logprob, chunk.logprobs.packed)
         self._num_ahead += bool(news.logprobs)
         self._send_news()
 

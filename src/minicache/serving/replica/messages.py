@@ -149,14 +149,15 @@ class StepResult(Message, tag="step"):
         accepted: requests that were taken.
         refused: requests that were not taken, or have failed.
         stats: what has changed in the engine's numbers.
-        logprobs: position in `tokens` → the token's log probability, and the likeliest tokens with theirs.
+        logprobs: position in `tokens` → the token's log probability, and the likeliest tokens with theirs, packed as
+            those of `TokenLogprobs`.
     """
 
     tokens: list[Token] = []
     accepted: list[int] = []
     refused: list[Refused] = []
     stats: list[Update] = []
-    logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+    logprobs: dict[int, tuple[float, bytes]] = {}
 
 
 class Picture(Message, tag="picture"):

@@ -258,7 +258,7 @@ def test_an_engine_that_is_faster_than_its_tokens_are_decoded_does_not_keep_the_
 
 
 def test_an_engine_is_two_steps_with_log_probabilities_ahead_at_most(tmp_path: Path) -> None:
-    """What else it is told, it obeys meanwhile, and steps without log probabilities have no such bound."""
+    """What else comes, it obeys meanwhile, and steps without log probabilities have no such bound."""
     llm = LLM(load_minigpt(), num_blocks=100)
     with zmq.Context() as context, context.socket(zmq.PAIR) as wire:
         wire.bind(f"ipc://{tmp_path}/engine")

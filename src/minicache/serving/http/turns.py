@@ -5,7 +5,7 @@ write. In a thread it would hold the GIL as long; so it is done in slices, and t
 
 It sleeps between them, too. A loop that is always busy gives the GIL up only while it polls, for some microseconds: it
 has it back before another thread wakes, and that thread's wait of 5 ms, after which it would be given the GIL, starts
-again. So a prompt could wait for the thread that tokenises it until a long answer of somebody else was written.
+again. So a prompt could wait for the thread that tokenises it until another client's long answer was written.
 """
 
 from __future__ import annotations

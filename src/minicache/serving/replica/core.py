@@ -41,7 +41,7 @@ logger = logging.getLogger("minicache")
 
 MAX_AHEAD: Final = 2
 """So many steps with log probabilities may be on their way. A step's tokens are handled in a fraction of its time, but
-not 20 log probabilities of each: those of a fast engine would pile up, and everybody's next tokens behind them."""
+not 20 log probabilities of each: those of a fast engine would pile up, and all clients' next tokens behind them."""
 
 
 class EngineCore:

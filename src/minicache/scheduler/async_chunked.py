@@ -1,7 +1,7 @@
 """Asynchronous scheduling: step n + 1 is scheduled while the model runs step n.
 
-Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts on
-a placeholder for each; and what a token decides, whether its request has finished, is noticed one step late (vLLM's
+Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts
+on a placeholder for each; and what a token decides, whether its request has finished, is noticed one step late (vLLM's
 `AsyncScheduler`). Pure standard library.
 """
 
@@ -142,7 +142,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
     # One step late
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """Commit the oldest outstanding step; as `Scheduler.update_from_output`, but what was counted is not counted again.
+        """Commit the oldest outstanding step, as `Scheduler.update_from_output`; it is counted once (`count`).
 
         Each unfinished request that the step generates a token for gets it (`append_token`), and may finish. That
         includes waiting ones: theirs are stale tokens. Blocks that the step has filled are cached first, of requests
@@ -214,7 +214,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         super().recover()
 
     def check(self) -> None:
-        """As `ChunkedPrefillScheduler.check`; and exactly the running requests with a token on its way have placeholders.
+        """As `ChunkedPrefillScheduler.check`; and the running requests with a token on its way have a placeholder each.
 
         Raises:
             InvariantError: the books do not agree.

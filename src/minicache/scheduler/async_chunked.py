@@ -7,6 +7,7 @@ on a placeholder for each; and what a token decides, whether its request has fin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Unpack
 
@@ -49,8 +50,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         super().__init__(**options)
         self.ahead: SchedulerOutput | None = None
         self._awaited: list[Request] = []  # of the outstanding step, if it is counted: those that get a token
-        capacity = self.pool.num_blocks * self.pool.block_size + 1  # the last token of a request is never stored
-        self._longest = min(self.max_model_len or capacity, capacity)
+        self._capacity = self.pool.num_blocks * self.pool.block_size  # tokens of the whole pool
+        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # tokens of a finished request
 
     # Ahead of the tokens
 
@@ -96,7 +97,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         """Tokens that a request of the batch has left to compute, its placeholder included.
 
         0 if its last token is on its way: with the placeholder it has max_tokens of output, or max_model_len tokens, or
-        one token more than the pool can hold.
+        more tokens than the whole pool can hold.
         """
         num_outputs = len(request.output_token_ids) + request.num_placeholders
         num_tokens = request.num_prompt_tokens + num_outputs
@@ -183,8 +184,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
 
         Returns:
-            Whether it finishes the request, whose status is then FINISHED_STOPPED or FINISHED_LENGTH: by the rules of
-            `Scheduler.update_from_output`.
+            Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of
+            `Scheduler.update_from_output`, else as FINISHED_CAPACITY, if the whole pool cannot hold its tokens.
         """
         request.num_placeholders = 0
         request.output_token_ids.append(token)
@@ -192,6 +193,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             request.status = RequestStatus.FINISHED_STOPPED
         elif len(request.output_token_ids) >= request.max_tokens or request.num_tokens == self.max_model_len:
             request.status = RequestStatus.FINISHED_LENGTH
+        elif request.num_tokens > self._capacity:
+            request.status = RequestStatus.FINISHED_CAPACITY
         return request.status.is_finished
 
     def cache_computed(self, requests: list[Request]) -> None:

@@ -33,13 +33,9 @@ class AsyncAuditor(SharingAuditor):
     def __init__(self) -> None:
         super().__init__()
         self._last: SchedulerOutput | None = None  # the step scheduled last, if it is outstanding and not counted
-        self._awaited: dict[
-            RequestId, Request
-        ] = {}  # the requests that the older of two outstanding steps owes a token
+        self._awaited: dict[RequestId, Request] = {}  # those that get a token from the step before that
         self._token_ids: Mapping[RequestId, int] = {}  # what the commit was given
-        self._unknown: list[
-            tuple[Request, int]
-        ] = []  # blocks, by their index, that the last step fills with a placeholder
+        self._unknown: list[tuple[Request, int]] = []  # blocks, by their index, that the last step fills: with what?
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Audit the step that was just scheduled: the notes count the one before, if it is outstanding."""
@@ -134,9 +130,15 @@ class AsyncAuditor(SharingAuditor):
                 self.fail("flight", f"{request!r} has got {token}, which was not generated for it")
             stopped = token in request.stop_token_ids and not request.ignore_eos
             full = len(request.output_token_ids) >= request.max_tokens or request.num_tokens == scheduler.max_model_len
-            status = RequestStatus.FINISHED_STOPPED if stopped else RequestStatus.FINISHED_LENGTH
-            if request.status is not (status if owed and (stopped or full) else note.status):
-                self.fail("tokens", f"{request!r}: stop token: {stopped}, all its tokens: {full}")
+            outgrown = request.num_tokens > scheduler.pool.num_blocks * scheduler.pool.block_size
+            causes = (
+                (stopped, RequestStatus.FINISHED_STOPPED),
+                (full, RequestStatus.FINISHED_LENGTH),
+                (outgrown, RequestStatus.FINISHED_CAPACITY),
+            )
+            expected_status = next((status for cause, status in causes if cause and owed), note.status)
+            if request.status is not expected_status:
+                self.fail("tokens", f"{request!r} should be {expected_status.name}")
             if request.status.is_finished:
                 over.append(request)
         if sorted(map(id, finished)) != sorted(map(id, over)):

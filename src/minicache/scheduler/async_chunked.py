@@ -125,15 +125,17 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         """As `ChunkedPrefillScheduler.schedule_running`; but blocks are cached at once, as far as tokens are known.
 
         No placeholder is hashed. A block that the step fills with one is cached when its value is known: by the next
-        `schedule()`, which begins one token earlier for that, or by `update_from_output`.
+        `schedule()`, which looks one token further back for that, or by `update_from_output`.
         """
         super().schedule_running(output)
         self._filled.clear()  # noted as if all tokens were known
         if not self.prefix_caching:
             return
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
-            num_known, num_computed = request.num_tokens, request.num_computed_tokens
-            self.cache_blocks(request, min(num_computed, num_known - 1), min(num_computed + num_new, num_known))
+            num_known = request.num_prompt_tokens + len(request.output_token_ids)
+            stop = min(request.num_computed_tokens + num_new, num_known)
+            if stop % self.pool.block_size <= num_new:
+                self.cache_blocks(request, max(0, stop - num_new - 1), stop)
 
     def preempt(self, request: Request, output: SchedulerOutput) -> None:
         """As `ChunkedPrefillScheduler.preempt`; a token that is on its way is stale from now on."""
@@ -146,8 +148,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         """Commit the oldest outstanding step, as `Scheduler.update_from_output`; it is counted once (`count`).
 
         Each unfinished request that the step generates a token for gets it (`append_token`), and may finish. That
-        includes waiting ones: theirs are stale tokens. Blocks that the step has filled are cached first, of requests
-        that the step `ahead` does not compute (`cache_computed`).
+        includes waiting ones: theirs are stale tokens. Blocks that the step has filled are cached first
+        (`cache_computed`), while requests that finish have them.
 
         Args:
             output: the oldest outstanding step.
@@ -164,7 +166,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         self._check_tokens(output, token_ids)
         if self.ahead is None:
             self.count(output)
-        self.cache_computed(self._awaited)
+        self.cache_computed()
         self.outstanding, self.ahead = self.ahead, None
         finished = [
             request
@@ -197,17 +199,15 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             request.status = RequestStatus.FINISHED_CAPACITY
         return request.status.is_finished
 
-    def cache_computed(self, requests: list[Request]) -> None:
-        """Cache the blocks that the outstanding step has filled, of requests that no later `schedule()` has cached.
+    def cache_computed(self) -> None:
+        """Cache the blocks that the outstanding step has filled with tokens which `schedule_running` did not know.
 
-        These are the RUNNING ones that the step `ahead` does not compute.
+        A request that was preempted since has no blocks, and nothing of it is cached.
         """
-        if not self.prefix_caching:
-            return
-        later = self.ahead.num_scheduled_tokens if self.ahead is not None else {}
-        for request in requests:
-            if request.status is RequestStatus.RUNNING and request.request_id not in later:
-                self.cache_blocks(request, request.num_computed_tokens - 1, request.num_computed_tokens)
+        for request in self._awaited if self.prefix_caching else ():
+            num_computed = request.num_computed_tokens
+            if request.status is RequestStatus.RUNNING and num_computed % self.pool.block_size == 0:
+                self.cache_blocks(request, num_computed - 1, num_computed)
 
     def recover(self) -> None:
         """As `ChunkedPrefillScheduler.recover`; both steps are given up, and tokens on their way are lost."""

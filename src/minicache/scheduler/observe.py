@@ -165,6 +165,7 @@ def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
 class _OpenStep(NamedTuple):
     """A step that was scheduled, its events so far, and which of them the schedule brought."""
 
+    output: SchedulerOutput
     step: TraceStep
     events: list[TraceEvent]
     moves: slice
@@ -236,7 +237,7 @@ class Recorder(Observer):
             num_free_blocks=scheduler.pool.num_free,
             events=(),
         )
-        self._open.append(_OpenStep(step, self._events, moves))
+        self._open.append(_OpenStep(output, step, self._events, moves))
 
     def on_recover(self, scheduler: Scheduler) -> None:
         """Forget the steps that failed; their batch has lost its slots, and what was swapped out is lost too."""
@@ -269,7 +270,7 @@ class Recorder(Observer):
         """The step is over: hand it to the sink."""
         for request in finished:
             self._note_end(request.request_id, request.finish_reason)
-        if not self._open:  # scheduled before anybody watched
+        if not self._open or self._open[0].output is not output:  # scheduled before anybody watched
             return
         over = self._open.pop(0)
         seconds = 1.0 if self._clock is None else self._now() - over.step.time

@@ -14,6 +14,7 @@ from minicache.errors import InvariantError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import AsyncChunkedScheduler, create_scheduler
 from minicache.scheduler.audit_async import AsyncAuditor
+from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.audit_trace import audit_trace
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Recorder, observe
@@ -94,11 +95,11 @@ def test_without_overlap_it_schedules_as_chunked():
     """Each step is committed before the next: the same steps, token by token."""
     orders = []
     for stage in ("chunked", "async"):
-        scheduler = create_scheduler(
-            stage, num_blocks=12, block_size=4, max_num_batched_tokens=9, prefix_caching=True, max_num_seqs=3
-        )
-        requests = [Request(number, [1] * (3 * number + 1), 12) for number in range(8)]
+        options = {"num_blocks": 12, "block_size": 4, "max_num_batched_tokens": 9, "max_num_seqs": 3}
+        scheduler = observe(create_scheduler(stage, prefix_caching=True, **options), SharingAuditor())
+        requests = [Request(number, [1] * (3 * number + 1), 30) for number in range(8)]
         tally = drive(scheduler, requests)
+        assert {request.finish_reason for request in requests} == {"length", "capacity"}
         orders.append((tally.order, tally.finished, tally.num_prefill_tokens, tally.num_preemptions))
     assert orders[0] == orders[1]
     assert orders[0][3] > 0

@@ -21,7 +21,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
     """`ChunkedPrefillScheduler`, of which `schedule()` may be called while one step is outstanding.
 
     The loop of an engine that overlaps: `schedule()`, start the model on that step, wait for the step before, commit
-    that one (`update_from_output`). Without a step outstanding, `schedule()` decides as phase 9's scheduler does.
+    that one (`update_from_output`). If each step is committed before the next, this is phase 9's scheduler.
 
     **Ahead of the tokens.** `schedule()` first counts the outstanding step as computed (`count`). A request whose
     tokens are then all computed has one more on its way, its placeholder (`Request.num_placeholders`), and the new step
@@ -167,13 +167,12 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         if self.ahead is None:
             self.count(output)
         self.cache_computed()
-        self.outstanding, self.ahead = self.ahead, None
         finished = [
             request
             for request in self._awaited
             if not request.status.is_finished and self.append_token(request, token_ids[request.request_id])
         ]
-        self._awaited = []
+        self.outstanding, self.ahead, self._awaited = self.ahead, None, []
         if finished:
             self.running = [request for request in self.running if not request.status.is_finished]
             for request in finished:
@@ -187,7 +186,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
 
         Returns:
             Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of
-            `Scheduler.update_from_output`, else as FINISHED_CAPACITY, if the whole pool cannot hold its tokens.
+            `Scheduler.update_from_output`; or as FINISHED_CAPACITY, if the whole pool cannot hold its tokens and the
+            step `ahead` has passed it over for that.
         """
         request.num_placeholders = 0
         request.output_token_ids.append(token)
@@ -195,7 +195,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             request.status = RequestStatus.FINISHED_STOPPED
         elif len(request.output_token_ids) >= request.max_tokens or request.num_tokens == self.max_model_len:
             request.status = RequestStatus.FINISHED_LENGTH
-        elif request.num_tokens > self._capacity:
+        elif self.ahead is not None and request.num_tokens > self._capacity:
             request.status = RequestStatus.FINISHED_CAPACITY
         return request.status.is_finished
 

@@ -130,7 +130,9 @@ class AsyncAuditor(SharingAuditor):
                 self.fail("flight", f"{request!r} has got {token}, which was not generated for it")
             stopped = token in request.stop_token_ids and not request.ignore_eos
             full = len(request.output_token_ids) >= request.max_tokens or request.num_tokens == scheduler.max_model_len
-            outgrown = request.num_tokens > scheduler.pool.num_blocks * scheduler.pool.block_size
+            outgrown = (
+                self._last is not None and request.num_tokens > scheduler.pool.num_blocks * scheduler.pool.block_size
+            )
             causes = (
                 (stopped, RequestStatus.FINISHED_STOPPED),
                 (full, RequestStatus.FINISHED_LENGTH),

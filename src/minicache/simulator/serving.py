@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from minicache.errors import InvariantError, RequestTooLargeError
-from minicache.request import Request, RequestId, RequestStatus
+from minicache.request import Request, RequestId
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
@@ -201,7 +201,7 @@ class ServingSimulation(Simulation):
         finished = scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
         for request in finished:
             self._num_cached -= request.num_computed_tokens
-            self._finish(request, outgrown=request.status is RequestStatus.FINISHED_CAPACITY)
+            self._finish(request)
         if self._skip_quiet and not self._in_prefill:
             as_before = not changed and not finished  # what was not admitted in this step will not be in the next
             nothing_to_admit = not scheduler.num_waiting or scheduler.num_running >= scheduler.max_num_seqs

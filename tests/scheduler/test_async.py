@@ -192,9 +192,9 @@ def test_a_client_leaves_while_its_step_runs(when, tokens):
         scheduler.abort_request("a")
     scheduler.schedule()
     scheduler.abort_request("a")
-    assert (old.finish_reason, old.block_ids) == ("abort", [])
+    assert (old.finish_reason, old.block_ids, old.num_placeholders) == ("abort", [], 0)
     if when == "before the next schedule()":
-        assert (old.num_computed_tokens, old.num_placeholders) == (0, 0)
+        assert old.num_computed_tokens == 0
     assert scheduler.update_from_output(first, tokens) == []
     assert (old.output_token_ids, other.output_token_ids) == ([], [6])
 
@@ -208,7 +208,7 @@ def test_a_third_step_is_refused():
     second = scheduler.schedule()
     with pytest.raises(ValueError, match="two steps are outstanding: commit the older one"):
         scheduler.schedule()
-    with pytest.raises(ValueError, match="a later schedule"):
+    with pytest.raises(ValueError, match="commit the older one first"):
         scheduler.update_from_output(second, {"a": TOKEN})
     assert (request.num_computed_tokens, request.output_token_ids) == (4, [])
     scheduler.update_from_output(first, {"a": TOKEN})
@@ -347,7 +347,8 @@ class FreesEarly(AsyncChunkedScheduler):
     def num_uncomputed(self, request):
         num_uncomputed = super().num_uncomputed(request)
         if not num_uncomputed:
-            self.release(request)
+            self.pool.free(request.block_ids[::-1])
+            request.block_ids = []
         return num_uncomputed
 
 
@@ -370,9 +371,9 @@ class FreesTwice(AsyncChunkedScheduler):
 class KeepsPlaceholders(AsyncChunkedScheduler):
     """Forgets at a preemption that the placeholder is stale."""
 
-    def preempt(self, request, output):
+    def release(self, request):
         on_its_way = request.num_placeholders
-        super().preempt(request, output)
+        super().release(request)
         request.num_placeholders = on_its_way
 
 

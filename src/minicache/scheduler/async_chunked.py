@@ -137,11 +137,6 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             if stop % self.pool.block_size <= num_new:
                 self.cache_blocks(request, max(0, stop - num_new - 1), stop)
 
-    def preempt(self, request: Request, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.preempt`; a token that is on its way is stale from now on."""
-        super().preempt(request, output)
-        request.num_placeholders = 0
-
     # One step late
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
@@ -163,6 +158,8 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         Raises:
             ValueError, TypeError: as `Scheduler.update_from_output`. Nothing has changed.
         """
+        if output is self.ahead:
+            raise ValueError("this output is the newer of two outstanding steps: commit the older one first")
         self._check_tokens(output, token_ids)
         if self.ahead is None:
             self.count(output)
@@ -209,11 +206,17 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             if request.status is RequestStatus.RUNNING and num_computed % self.pool.block_size == 0:
                 self.cache_blocks(request, num_computed - 1, num_computed)
 
+    def release(self, request: Request) -> None:
+        """As `ChunkedPrefillScheduler.release`; a request without blocks has no placeholder.
+
+        So a token that is on its way to it is stale if it was preempted, and dropped if it has finished.
+        """
+        super().release(request)
+        request.num_placeholders = 0
+
     def recover(self) -> None:
         """As `ChunkedPrefillScheduler.recover`; both steps are given up, and tokens on their way are lost."""
         self.ahead, self._awaited = None, []
-        for request in self._requests.values():
-            request.num_placeholders = 0
         super().recover()
 
     def check(self) -> None:

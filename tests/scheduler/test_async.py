@@ -353,7 +353,7 @@ class FreesEarly(AsyncChunkedScheduler):
 
 
 class FreesTwice(AsyncChunkedScheduler):
-    """Drops the result of a finished request, and frees the blocks that it had while the step ran once more."""
+    """Drops the result of a finished request, and frees again the blocks that it had while the step ran."""
 
     def schedule(self):
         output = super().schedule()

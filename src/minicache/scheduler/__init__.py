@@ -103,7 +103,7 @@ def create_scheduler(
     """A scheduler by the name of its stage.
 
     Args:
-        name: one of `SCHEDULERS`.
+        name: one of `SCHEDULERS`. "async" is as "chunked" if each step is committed before the next is scheduled.
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
         max_num_seqs: batch slots, ≥ 1: the most requests in the batch.

@@ -1,8 +1,8 @@
 """Asynchronous scheduling: step n + 1 is scheduled while the model runs step n.
 
 Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts
-on a placeholder for each; and what a token decides, whether its request has finished, is noticed one step late (vLLM's
-`AsyncScheduler`). Pure standard library.
+on a placeholder for each; and what a token decides, whether its request has finished, is noticed one step late (as in
+vLLM's AsyncScheduler). Pure standard library.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def test_a_third_step_is_refused():
     second = scheduler.schedule()
     with pytest.raises(ValueError, match="two steps are outstanding: commit the older one"):
         scheduler.schedule()
-    with pytest.raises(ValueError, match="commit the older one first"):
+    with pytest.raises(ValueError, match="an older one has to be committed first"):
         scheduler.update_from_output(second, {"a": TOKEN})
     assert (request.num_computed_tokens, request.output_token_ids) == (4, [])
     scheduler.update_from_output(first, {"a": TOKEN})

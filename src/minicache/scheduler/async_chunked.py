@@ -158,9 +158,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         Raises:
             ValueError, TypeError: as `Scheduler.update_from_output`. Nothing has changed.
         """
-        if output is self.ahead:
-            raise ValueError("this output is the newer of two outstanding steps: commit the older one first")
-        self._check_tokens(output, token_ids)
+        self.check_commit(output, token_ids)
         if self.ahead is None:
             self.count(output)
         self.cache_computed()
@@ -175,8 +173,39 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             for request in finished:
                 if self.waiting.get(request.request_id) is request:
                     self.waiting.remove(request)
-                self._forget(request)
+                self.release(request)
+                del self._requests[request.request_id]
         return finished
+
+    def check_commit(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
+        """Raise unless `token_ids` are tokens of the oldest outstanding step, and none is missing. Changes nothing.
+
+        Raises:
+            ValueError, TypeError: as `update_from_output`.
+        """
+        if output is not self.outstanding:
+            raise ValueError(
+                "this output is not the oldest outstanding step: it was already committed or given up, or an older one "
+                "has to be committed first"
+            )
+        scheduled = output.num_scheduled_tokens
+        if token_ids.keys() != scheduled.keys():
+            if strangers := token_ids.keys() - scheduled.keys():
+                raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
+            awaited = self._awaited
+            if self.ahead is None:  # the step is not counted yet
+                pairs = zip(output.scheduled, scheduled.values(), strict=True)
+                awaited = [each for each, num_new in pairs if each.num_computed_tokens + num_new == each.num_tokens]
+            for request in awaited:
+                if request.request_id not in token_ids and not request.status.is_finished:
+                    raise ValueError(f"no token for request {request.request_id!r}, whose last token was computed")
+        for token in token_ids.values():
+            if type(token) is not int:
+                raise TypeError(
+                    f"a token id must be an int; got {type(token).__name__}: .tolist() or int() makes it one"
+                )
+            if token < 0:
+                raise ValueError(f"a token id must be at least 0, got {token}")
 
     def append_token(self, request: Request, token: int) -> bool:
         """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
@@ -231,9 +260,3 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             expected = request.status is RequestStatus.RUNNING and id(request) in awaited
             if request.num_placeholders != expected:
                 raise InvariantError(f"{request!r} has {request.num_placeholders} placeholders, should be {expected:d}")
-
-    def _awaiting(self, output: SchedulerOutput) -> list[Request]:
-        """As `Scheduler._awaiting`; of a step that was counted, the unfinished ones that were noted."""
-        if self.ahead is None:
-            return super()._awaiting(output)
-        return [request for request in self._awaited if not request.status.is_finished]

@@ -427,22 +427,16 @@ class Scheduler(ABC):
         if token_ids.keys() != scheduled.keys():  # rare, and slower to check than all the rest
             if strangers := token_ids.keys() - scheduled.keys():
                 raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
-            for request in self._awaiting(output):
-                if request.request_id not in token_ids:
-                    raise ValueError(f"no token for request {request.request_id!r}, whose last token was computed")
+            for request in output.scheduled:
+                request_id = request.request_id
+                awaited = request.num_computed_tokens + scheduled[request_id] == request.num_tokens
+                if awaited and request.status is RequestStatus.RUNNING and request_id not in token_ids:
+                    raise ValueError(f"no token for request {request_id!r}, whose last token was computed")
         for kind in set(map(type, token_ids.values())):
             if kind is not int:
                 raise TypeError(f"a token id must be an int; got {kind.__name__}: .tolist() or int() makes it one")
         if token_ids and (lowest := min(token_ids.values())) < 0:
             raise ValueError(f"a token id must be at least 0, got {lowest}")
-
-    def _awaiting(self, output: SchedulerOutput) -> list[Request]:
-        """The requests that the outstanding step generates a token for, in batch order."""
-        return [
-            request
-            for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
-            if request.status is RequestStatus.RUNNING and request.num_computed_tokens + num_new == request.num_tokens
-        ]
 
     def _forget(self, request: Request) -> None:
         """Release a finished request that has left the queue or the batch; its id is free again."""

@@ -160,7 +160,8 @@ class BlockGroups:
 
     def blocks_missing(self, tables: Tables, num_tokens: int) -> int:
         """Blocks that `grow` takes."""
-        return len(tables) * (blocks_for(num_tokens, self.pool.block_size) - len(tables[0]))
+        # Called for every token, so without the call of `blocks_for`.
+        return len(tables) * (-(-num_tokens // self.pool.block_size) - len(tables[0]))
 
     def grow(self, tables: Tables, num_tokens: int) -> None:
         """Append the blocks that are missing for `num_tokens` tokens to every table, group after group.

@@ -8,7 +8,7 @@ and which is preempted. Only what a request needs, holds and finds is a matter o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Required, Unpack
+from typing import Unpack
 
 from minicache.memory.blocks import blocks_for
 from minicache.memory.groups import BlockGroups, GroupedBlockPool, Tables, without_null
@@ -22,7 +22,7 @@ from minicache.scheduler.paged import AllocStatus
 class GroupedOptions(ChunkedOptions, total=False):
     """The keyword arguments of `GroupedScheduler`, which documents them."""
 
-    windows: Required[Sequence[int | None]]
+    windows: Sequence[int | None]
     prefix_cache_retention: int | None
 
 
@@ -96,10 +96,12 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         return self.groups.blocks_to_admit(request.num_tokens)
 
     def can_allocate(self, request: Request, found: Sequence[int] = ()) -> AllocStatus:
-        """As `PagedScheduler.can_allocate`; NEVER: the whole pool has fewer than `blocks_to_admit`."""
+        """As `PagedScheduler.can_allocate`, though a request may have more tokens than the pool has slots."""
         if self.blocks_to_admit(request) > self.pool.num_blocks:
             return AllocStatus.NEVER
-        return super().can_allocate(request, found)
+        spared = self._num_watermark_blocks if self.running else 0
+        enough = self.blocks_to_take(request, found) + spared <= self.pool.num_free
+        return AllocStatus.OK if enough else AllocStatus.LATER
 
     def blocks_to_take(self, request: Request, found: Sequence[int] = ()) -> int:
         """Free blocks needed to admit `request`: those of its first chunk; and `blocks_to_admit`, if that is more.
@@ -122,7 +124,7 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         """
         num_computed = request.num_computed_tokens
         num_new = self.chunk(request.num_prompt_tokens + len(request.output_token_ids) - num_computed)
-        if not num_new:
+        if not num_new:  # no budget is left: the request is not considered
             return 0
         tables = request.group_block_ids
         self.groups.slide(tables, num_computed)
@@ -198,8 +200,9 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         """As `ChunkedPrefillScheduler.schedule_tokens`; and blocks that the chunk fills are cached (`cache_blocks`)."""
         super().schedule_tokens(request, output)
         if self.prefix_caching:
-            num_new = output.num_scheduled_tokens.get(request.request_id, 0)
-            self.cache_blocks(request, request.num_computed_tokens, request.num_computed_tokens + num_new)
+            start, num_new = request.num_computed_tokens, output.num_scheduled_tokens.get(request.request_id, 0)
+            if start % self.pool.block_size + num_new >= self.pool.block_size:
+                self.cache_blocks(request, start, start + num_new)
 
     def cache_blocks(self, request: Request, start: int, stop: int) -> None:
         """Cache the blocks that become full when the request's tokens start … stop − 1 are computed.
@@ -214,10 +217,8 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         """
         block_size = self.pool.block_size
         first, end = start // block_size, stop // block_size
-        if first < end:
-            again, junction = (request.num_prompt_tokens - 1) // block_size, self._junctions[request.request_id]
-            hashes = self.hashes(request, end)
-            self.groups.cache(request.group_block_ids, hashes, first, end, (again, junction))
+        prefixes = (request.num_prompt_tokens - 1) // block_size, self._junctions[request.request_id]
+        self.groups.cache(request.group_block_ids, self.hashes(request, end), first, end, prefixes)
 
     def recover(self) -> None:
         """As `ChunkedPrefillScheduler.recover`; and the prefix cache drops every hash."""

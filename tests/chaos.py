@@ -157,7 +157,9 @@ def free_port() -> int:
 
 def write_keys(path: Path, number: int) -> None:
     """Keys; all but ada's are others each time."""
-    path.write_text(f'[keys.ada]\nkey = "ada"\n[keys.guest-{number}]\nkey = "guest-{number}"\n')
+    new = path.with_suffix(".new")
+    new.write_text(f'[keys.ada]\nkey = "ada"\n[keys.guest-{number}]\nkey = "guest-{number}"\n')
+    new.replace(path)  # a server that starts reads all of it
 
 
 class Trouble:

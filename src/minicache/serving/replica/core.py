@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 import zmq
@@ -21,6 +22,7 @@ from minicache.serving.replica.messages import (
     AbortRequest,
     AddRequest,
     AskPicture,
+    Caught,
     FromEngine,
     Picture,
     Refused,
@@ -36,6 +38,10 @@ from minicache.serving.replica.stats import SchedulerStats
 from minicache.serving.replica.view import LiveView
 
 logger = logging.getLogger("minicache")
+
+MAX_AHEAD: Final = 2
+"""So many steps with log probabilities may be on their way. A step's tokens are handled in a fraction of its time, but
+not 20 log probabilities of each: those of a fast engine would pile up, and everybody's next tokens behind them."""
 
 
 class EngineCore:
@@ -53,6 +59,7 @@ class EngineCore:
         self._stats: list[Update] = []
         self._view = LiveView(llm.scheduler)
         self._last_step = LastStep()
+        self._num_ahead = 0  # steps with log probabilities, on their way
         stats = SchedulerStats(llm.scheduler, self._stats.extend)
         llm.scheduler = observe(llm.scheduler, stats, self._view, self._last_step)
 
@@ -69,9 +76,9 @@ class EngineCore:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
-            if self._news.accepted or self._news.refused or (self._stats and not llm.has_unfinished):
+            if self._news.accepted or self._news.refused or (self._stats and not self._has_step):
                 self._send_news()  # clients need not wait for the step
-            if llm.has_unfinished:
+            if self._has_step:
                 try:
                     chunks = llm.step()
                 except RankDiedError:
@@ -81,9 +88,13 @@ class EngineCore:
                 else:
                     self._send_step(chunks)
 
+    @property
+    def _has_step(self) -> bool:
+        return self._llm.has_unfinished and self._num_ahead < MAX_AHEAD
+
     def _receive(self) -> ToEngine | None:
         """The next message. None if there is none and there is a step to run, or news to send."""
-        is_idle = not (self._llm.has_unfinished or self._news.accepted or self._news.refused or self._stats)
+        is_idle = not (self._has_step or self._news.accepted or self._news.refused or self._stats)
         if is_idle or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message: ToEngine = decode_to_engine(self._socket.recv())
             return message
@@ -97,6 +108,8 @@ class EngineCore:
                 self._llm.abort_request(message.request_id)
             case StopAnswer():
                 self._llm.stop_answer(message.request_id, message.index)
+            case Caught():
+                self._num_ahead -= message.num_steps
             case AskPicture():
                 picture = self._view.snapshot()
                 version = picture["version"]
@@ -128,7 +141,8 @@ class EngineCore:
         news.tokens = [(each.request_id, each.index, each.token_id, each.finish_reason) for each in chunks]  # type: ignore[misc]
         for position, chunk in enumerate(chunks):
             if chunk.logprobs is not None:
-                news.logprobs[position] = (chunk.logprobs.logprob, list(chunk.logprobs.top))
+                news.logprobs[position] = (chunk.logprobs.logprob, chunk.logprobs.packed)
+        self._num_ahead += bool(news.logprobs)
         self._send_news()
 
     def _send_news(self) -> None:

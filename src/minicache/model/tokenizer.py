@@ -60,6 +60,10 @@ class ModelTokenizer:
         shown = [token_id for token_id in ids if token_id not in self.end_token_ids]
         return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
+    def to_json(self) -> str:
+        """All of it, as a `tokenizer.json` holds it: for libraries that read one."""
+        return str(self._tokenizer.to_str())
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as the token ids of a prompt, up to where the model is to answer.
 

@@ -25,6 +25,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from minicache.engine.grammar_check import GrammarCheck
 from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer, end_token_ids
 from minicache.errors import ConstraintError, MissingExtraError
@@ -88,18 +89,22 @@ class Grammars:
     """Compiles constraints, for one engine. Threads may share it.
 
     Args:
-        find_tokenizer: gives the engine's tokenizer; called once, when the first constraint is compiled.
+        find_tokenizer: as below.
         vocab_size: of the model.
         end_token_ids: those that the model's config names, besides the tokenizer's.
+
+    Attributes:
+        find_tokenizer: gives the engine's tokenizer; called once, when the first constraint is compiled.
     """
 
     def __init__(
         self, find_tokenizer: Callable[[], Tokenizer | None], vocab_size: int, end_token_ids: Sequence[int]
     ) -> None:
-        self._find_tokenizer = find_tokenizer
+        self.find_tokenizer = find_tokenizer
         self._vocab_size = vocab_size
         self._named_ends = tuple(end_token_ids)
         self._lock = Lock()
+        self._check = GrammarCheck()
         self._compiled = lru_cache(MAX_COMPILED)(self._compile)
 
     def compile(self, params: SamplingParams) -> Any:
@@ -119,9 +124,16 @@ class Grammars:
             return self._compiled("regex", params.regex)
         return self._compiled("choice", params.choice)
 
-    def constraint(self, params: SamplingParams) -> Constraint:
-        """A new answer's; raises what `compile` raises."""
+    def constraint(self, params: SamplingParams, read: Sequence[int] = ()) -> Constraint:
+        """A new answer's; raises what `compile` raises.
+
+        Args:
+            params: with a constraint.
+            read: tokens that the answer begins with.
+        """
         matcher = self.compile(params).deep_copy()
+        if read:
+            matcher.consume_tokens(list(read))
         return Constraint(matcher, self._end_bits if params.ignore_eos else None)
 
     def _compile(self, kind: str, text: Any) -> Any:
@@ -131,26 +143,27 @@ class Grammars:
             raise MissingExtraError(f"{kind} needs llguidance: pip install 'minicache-course[structured]'") from error
         with self._lock:
             vocabulary = self._vocabulary
-        if kind == "json_schema":
-            how: Any = {"whitespace_pattern": WHITESPACE}
-            try:
-                grammar = LLMatcher.grammar_from_json_schema(text, defaults=how)
-            except ValueError as error:
-                raise ConstraintError(f"json_schema is not valid JSON: {error}") from error
-        else:
-            pattern = text if kind == "regex" else "|".join(map(_escaped, text))
-            grammar = LLMatcher.grammar_from_regex(f" ?(?:{pattern})" if vocabulary.begins_with_space else pattern)
-        if not vocabulary.has_all_bytes:
-            grammar = _unforced(grammar)
+        try:
+            grammar = vocabulary.grammar(kind, text)
+        except ValueError as reason:
+            raise ConstraintError(f"{kind} cannot be read: {reason}") from reason
         limits = LLParserLimits(step_lexer_fuel=MAX_STEP_FUEL, step_max_items=MAX_STEP_ITEMS, verbose_errors=False)
+        try:
+            problem = self._check.problem(grammar)
+        except ValueError as reason:
+            raise ConstraintError(f"{kind} cannot be compiled: {reason}") from reason
+        if problem:
+            raise ConstraintError(f"{kind}: {_reason(problem)}")
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise ConstraintError(f"{kind}: {_reason(matcher.get_error())}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()  # what it finds out, all copies know
+        if first.is_error():
+            raise ConstraintError(f"{kind}: no token can begin such a text ({_reason(first.get_error())})")
         return matcher
 
     @cached_property
     def _vocabulary(self) -> _Vocabulary:
-        tokenizer = self._find_tokenizer()
+        tokenizer = self.find_tokenizer()
         if tokenizer is None:
             raise ConstraintError("a constraint needs a tokenizer: give the engine one")
         ends = tuple(dict.fromkeys((*end_token_ids(tokenizer), *self._named_ends)))
@@ -181,6 +194,26 @@ class _Vocabulary:
     end_token_ids: tuple[int, ...]
     has_all_bytes: bool = True
     begins_with_space: bool = False
+
+    def grammar(self, kind: str, text: Any) -> str:
+        """A constraint as `llguidance.LLMatcher` takes it, its compilation still to come.
+
+        Args:
+            kind: the field of `SamplingParams`.
+            text: its value.
+
+        Raises:
+            ValueError: it is no JSON object, or no Unicode.
+        """
+        from llguidance import LLMatcher
+
+        if kind == "json_schema":
+            how: Any = {"whitespace_pattern": WHITESPACE}
+            grammar = LLMatcher.grammar_from_json_schema(text, defaults=how)
+        else:
+            pattern = text if kind == "regex" else "|".join(map(_escaped, text))
+            grammar = LLMatcher.grammar_from_regex(f" ?(?:{pattern})" if self.begins_with_space else pattern)
+        return grammar if self.has_all_bytes else _unforced(grammar)
 
 
 def _vocabulary(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> _Vocabulary:
@@ -242,7 +275,8 @@ def _reason(error: str) -> str:
         names = ", ".join(map(json.dumps, json.loads(unimplemented[1])))
         return f"{names} is not supported: leave it out"
     of_regex = re.search(r"^error: (.+)$", error, re.MULTILINE)
-    return of_regex[1] if of_regex else error.strip().partition("\n")[0]
+    line = of_regex[1] if of_regex else error.strip().partition("\n")[0]
+    return line.partition(". Enable ")[0]  # an option of llguidance
 
 
 class StepMasks:

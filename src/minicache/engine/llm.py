@@ -201,6 +201,7 @@ class LLM(EngineLoop):
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
         num_logprobs: int | None = None,
+        num_answer_tokens: int = 0,
     ) -> RequestId:
         """Have a request served by the steps to come.
 
@@ -218,6 +219,8 @@ class LLM(EngineLoop):
             num_logprobs: how many of the likeliest tokens each chunk has with their log probabilities
                 (`minicache.engine.logprobs`), 0 … MAX_LOGPROBS; 0: only the token that was picked. None: no log
                 probabilities at all.
+            num_answer_tokens: so many of the prompt's last tokens are the answer's first: another engine has generated
+                them, and a constraint counts them in.
 
         Returns:
             Its id.
@@ -234,7 +237,7 @@ class LLM(EngineLoop):
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
-        answers = self._new_answers(prompt, params, name, self._chunks, **keys)
+        answers = self._new_answers(prompt, params, name, self._chunks, num_answer_tokens, **keys)
         self._begin(answers)
         if num_logprobs is not None:
             self._has_logprobs = True
@@ -411,14 +414,22 @@ class LLM(EngineLoop):
         return answers
 
     def _new_answers(
-        self, prompt: Prompt, params: SamplingParams, name: RequestId, chunks: list[Chunk], **keys: Any
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: RequestId,
+        chunks: list[Chunk],
+        num_answer_tokens: int = 0,
+        **keys: Any,
     ) -> list[Answer]:
         """As `new_answers`, with their constraints."""
         config, longest = self.model.config, self.max_model_len
         answers = new_answers(prompt, params, name, chunks, config, longest, self.tokenizer, **keys)
         if params.is_constrained:
             for answer in answers:
-                answer.constraint = self.grammars.constraint(params)
+                token_ids = answer.request.prompt_token_ids
+                read = token_ids[len(token_ids) - num_answer_tokens :]
+                answer.constraint = self.grammars.constraint(params, read)
             if self._masks is None:
                 self._masks = StepMasks(config.vocab_size, self._constraint_of)
                 if self.speculation is not None:

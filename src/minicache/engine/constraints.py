@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minicache.engine.grammar_check import GrammarCheck
+from minicache.engine.masking import mask_rows
 from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer, end_token_ids
 from minicache.errors import ConstraintError, MissingExtraError
@@ -314,11 +315,7 @@ class StepMasks:
             logits = run_model(output)
         finally:
             wait([computing])
-        masked = ~torch.from_numpy(computing.result()).to(logits.device)
-        if len(rows) == len(logits):
-            return logits.masked_fill(masked, -torch.inf)
-        at = torch.tensor(rows, device=logits.device)
-        return logits.index_copy(0, at, logits[at].masked_fill(masked, -torch.inf))
+        return mask_rows(logits, rows, torch.from_numpy(computing.result()))
 
     def _jobs(self, output: SchedulerOutput) -> tuple[list[int], list[_Job]]:
         """The rows to be masked, and whose they are. A request that is still in its prompt gets no token."""

@@ -6,7 +6,7 @@
 NUM_PROMPTS chat prompts each describe a thing and ask for a JSON object of SCHEMA, whose keys the prompt explains. They
 are answered free, and with `json_schema`; BATCH at a time. Then BATCHES of requests write NUM_NEW tokens each, free and
 constrained to a JSON text that does not end before; the ways take turns, REPEATS times. Seconds are those of the clock:
-masks are computed beside the forward pass.
+masks are computed while the model runs.
 
 Keys of results/constraints.json: `prompts`, `max_tokens`; `.free` and `.constrained`: valid (answers that are JSON as a
 whole), valid_inside (the same, or JSON from the first brace to the last), of_schema (valid, with the keys and types of

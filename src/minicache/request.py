@@ -86,6 +86,7 @@ class Request:
         host_block_ids: while it is swapped out, the blocks of the CPU swap space that hold them.
         block_hashes: the hashes of its first full blocks (phase 8), as many as were needed so far.
         fork_index: n for the n-th fork of its scheduler (phase 8); 0 if it is none.
+        num_placeholders: 1 while it runs and its newest token is counted on, and not known yet (phase 12); else 0.
         draft_token_ids: draft tokens that the current step verifies (`minicache.scheduler.speculative`); else empty.
 
     Raises:
@@ -110,6 +111,7 @@ class Request:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_outputs_at_admission",
+        "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
         "output_token_ids",
@@ -173,6 +175,7 @@ class Request:
         self.host_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.fork_index = 0
+        self.num_placeholders = 0
         self.draft_token_ids: list[int] = []
 
     def child(self, request_id: RequestId) -> Request:

@@ -57,6 +57,7 @@ class GradingSession:
         except CourseError as error:
             raise pytest.UsageError(str(error)) from error
         self._phases = [phase for phase in self._workspace.course if phase.tasks and self._asked_for(phase, paths)]
+        self._theirs = {name for phase in self._phases for name in phase.files}
         if self._mine and not self._phases:
             raise pytest.UsageError("--mine: none of these are tests of a phase; try tests/phase-01-dense-cache")
         seeds.use(options.course_seed)
@@ -79,7 +80,7 @@ class GradingSession:
                 checks.tensors()  # torch's own functions, before a learner's file can replace them
             if self._job.guard:
                 self._guard = import_module(self._job.guard)
-                self._remembered = self._guard.Remembered({name for phase in self._phases for name in phase.files})
+                self._remembered = self._guard.Remembered(self._theirs)
                 sys.meta_path.insert(0, self._remembered)
             self._install()
         self._num_collected: Counter[str] = Counter()  # task id → its tests, those included that will not run
@@ -134,6 +135,7 @@ class GradingSession:
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """One broken test file must not stop the others; a learner gets short tracebacks."""
+        self._plugins = config.pluginmanager
         if self._mine:
             config.option.continue_on_collection_errors = True
         if self._short and config.option.tbstyle == "auto":
@@ -331,8 +333,10 @@ class GradingSession:
     # The journal
 
     def _keep(self, task: Task, result: TestResult) -> None:
-        if self._remembered and (name := self._remembered.replaced()):
-            self._tell(Event("tampered", name))
+        if self._remembered:
+            name = self._remembered.replaced() or self._guard.foreign_hook(self._plugins, self._theirs)
+            if name:
+                self._tell(Event("tampered", name))
         self._results.setdefault(task.id, {})[result.id] = result
         message = combined(_cut, result.message)
         told_of = (result.title, result.outcome, message, result.printed, result.needs, result.distance)

@@ -2,8 +2,9 @@
 
 A submission runs in one process with its tests, so it can replace the grader. Before a result is reported, the grader's
 modules are compared with their state before any learner's file was loaded, and those that come later (the
-reference's other modules, the tests) with what they were when they were loaded; and among the tests of each task is a
-control, a test that fails unless something lets every test pass.
+reference's other modules, the tests) with what they were when they were loaded; so is what finds modules; pytest's
+hooks must not be a submission's; and among the tests of each task is a control, a test that fails unless something lets
+every test pass.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import FileFinder, ModuleSpec, PathFinder
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
+from zipimport import zipimporter
 
 import pytest
 
+from minicache_course.finder import LabFinder
 from minicache_course.journal import Event
 from minicache_course.table import Task
 from minicache_course.workspace import PACKAGES
@@ -26,9 +29,13 @@ from minicache_course.workspace import PACKAGES
 _OURS = tuple(f"{name}." for name in PACKAGES)
 _JUDGES: tuple[str, ...] = (*_OURS, "_pytest.", "pytest.", "hypothesis.", "pluggy.")
 _JUDGES += ("builtins.", "json.", "os.", "math.", "operator.", "random.", "itertools.", "statistics.")
+_JUDGES += ("ast.", "dataclasses.", "functools.", "importlib.", "inspect.", "io.", "pathlib.", "re.")  # load the tests
+_HOOKS = (*_JUDGES, "pytest_timeout.", "_hypothesis_pytestplugin.", "tests.", "conftest.")  # have hooks of pytest's
 
 _ORACLES = ("torch", "torch.nn.functional", "torch.linalg", "torch.testing")  # what a test computes its answer with
 _IN_C = ("torch", "random")  # whose classes inherit from some in C, where a method is replaced by one that hides it
+
+_find_spec = PathFinder.find_spec  # bound here, before a submission may replace it
 
 _PYTESTS = ("_getini_unknown_type",)  # pytest replaces it itself, after this
 
@@ -46,11 +53,16 @@ class Remembered(MetaPathFinder):
 
     def __init__(self, theirs: Collection[str]) -> None:
         held: list[tuple[Any, str, str, object]] = []
+        known: set[str] = set()  # modules of the package
+        finders, path_hooks = (*sys.meta_path, self), list(sys.path_hooks)
         codes: list[tuple[str, FunctionType, object]] = []
         classes: list[tuple[str, type, int]] = []
 
         def add(module: ModuleType) -> None:
-            for each in list(_held(module)):
+            known.add(module.__name__)
+            for each in _held(module):
+                if isinstance(each[3], ModuleType) and each[3].__name__ in theirs:
+                    continue
                 held.append(each)
                 name, value = each[2:]
                 if isinstance(value, FunctionType) and value.__module__ not in theirs:
@@ -59,6 +71,18 @@ class Remembered(MetaPathFinder):
                     classes.append((name, value, _num_hiding(value)))
 
         def replaced() -> str:
+            is_same = [*map(id, sys.path_hooks)] == [*map(id, path_hooks)]
+            if not is_same or any(map(_is_odd_finder, sys.path_importer_cache.values())):
+                return "sys.path_hooks"
+            for finder in sys.meta_path:
+                if finder is PathFinder:
+                    break
+                is_labs = type(finder) is LabFinder and finder.files.keys() <= set(theirs)
+                if not (is_labs or any(finder is each for each in finders)) or _hides_methods(finder):
+                    return "sys.meta_path"
+            for name in list(sys.modules):
+                if name.startswith(_OURS) and name not in known and name not in theirs:
+                    return name
             for namespace, key, name, value in held:
                 if namespace.get(key) is not value:
                     return name
@@ -84,7 +108,7 @@ class Remembered(MetaPathFinder):
         """A module of the package that is not a learner's, remembered once it is loaded."""
         if not name.startswith(_OURS) or name in self._theirs:
             return None
-        spec = PathFinder.find_spec(name, path, target)
+        spec = _find_spec(name, path, target)
         if spec and spec.loader:
             load, add = spec.loader.exec_module, self.add
 
@@ -96,23 +120,54 @@ class Remembered(MetaPathFinder):
         return spec
 
 
+def foreign_hook(plugins: pytest.PytestPluginManager, theirs: Collection[str]) -> str:
+    """The name of a hook of pytest's that a submission implements; "" if there is none.
+
+    Args:
+        plugins: pytest's.
+        theirs: the modules that a learner's file stands in for.
+    """
+    for hook in list(vars(plugins.hook).values()):
+        for each in hook.get_hookimpls():
+            namespace = getattr(getattr(each.function, "__func__", each.function), "__globals__", {})
+            name = str(namespace.get("__name__"))
+            module = sys.modules.get(name)
+            is_known = f"{name}.".startswith(_HOOKS) and name not in theirs
+            if not is_known or not module or vars(module) is not namespace:
+                return str(hook.name)
+    return ""
+
+
+def _is_odd_finder(finder: object) -> bool:
+    """Whether a finder of a folder's modules is none of Python's."""
+    return finder is not None and (type(finder) not in (FileFinder, zipimporter) or _hides_methods(finder))
+
+
+def _hides_methods(finder: object) -> bool:
+    """Whether an object has a function in place of one of its class."""
+    return any(callable(getattr(type(finder), name, None)) for name in getattr(finder, "__dict__", ()))
+
+
 def _num_hiding(value: type) -> int:
     """How many attributes of a class hide one that it inherits."""
     return sum(any(name in vars(base) for base in value.__mro__[1:-1]) for name in list(vars(value)))
 
 
 def _held(module: ModuleType) -> Iterator[tuple[Any, str, str, object]]:
-    """Namespace, key, name and value of each function and class of a module, and of each method."""
+    """Namespace, key, name and value of a module, of each function, class and module in it, and of each method."""
     name = module.__name__
+    if sys.modules.get(name) is module:
+        yield sys.modules, name, name, module
     for key, value in list(vars(module).items()):
-        if not callable(value):
+        if not callable(value) and not isinstance(value, ModuleType):
             continue
         yield vars(module), key, f"{name}.{key}", value
         if isinstance(value, type) and value.__module__ == name:
             yield from (
                 (vars(value), each, f"{name}.{key}.{each}", held)
                 for each, held in list(vars(value).items())
-                if isinstance(held, FunctionType | classmethod | staticmethod | property) and each not in _PYTESTS
+                if isinstance(held, FunctionType | MethodType | classmethod | staticmethod | property)
+                and each not in _PYTESTS
             )
 
 

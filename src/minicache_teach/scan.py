@@ -37,6 +37,7 @@ _DEFINITIONS = frozenset(
     "__torch_function__".split()
 )
 _MAX_CONSTANTS = 100  # in one list, tuple, set or dict
+_MAX_NBYTES = 2**17  # of a file that is read: the course's own are under 50 kB, and Python may take minutes for 1 MB
 _MAX_LINES = 3  # of one kind that are listed
 
 
@@ -49,7 +50,10 @@ def scan(source: bytes, *known: bytes) -> list[str]:
 
     Returns:
         A note for each kind, in the order of their first lines; none if the file is no Python: its import tells that.
+        Of a file of more than 128 KiB the note says only that.
     """
+    if len(source) > _MAX_NBYTES:
+        return [f"has {len(source):,} bytes, too many to look for unusual imports and calls"]
     try:
         found = _found(source)
     except (SyntaxError, ValueError, LookupError, RecursionError, MemoryError):

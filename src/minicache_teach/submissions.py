@@ -359,7 +359,9 @@ def _check_directory(file: Path) -> None:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - 2**16 - 22))
         end = stream.read()
-    at = end.rfind(b"PK\5\6")
+    # As zipfile finds it: without a comment it is the last 22 bytes, whatever they have in them.
+    has_no_comment = end[-22:-18] == b"PK\5\6" and end[-2:] == b"\0\0"
+    at = len(end) - 22 if has_no_comment else end.rfind(b"PK\5\6")
     if at < 0:
         raise ValueError("it is not a zip file")
     (directory_nbytes,) = struct.unpack_from("<I", end, at + 12)

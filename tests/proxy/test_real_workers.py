@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,9 @@ class Process:
             time.sleep(0.05)
         raise AssertionError(self._log.read_text())
 
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+    def send(self, number: signal.Signals) -> None:
+        """A signal, to all of its processes."""
+        os.killpg(self.process.pid, number)
 
     def end(self) -> int:
         """SIGTERM, and its exit status."""
@@ -83,8 +84,7 @@ def text(seed: str, num_tokens: int) -> str:
 
 
 NUM_CLIENTS, NUM_TOKENS = 8, 270
-"""While a worker dies. A worker's four answers fit into its cache, and are long enough to be under way when the router,
-which is slower than two workers, has passed on the first token of each."""
+"""While a worker dies. The answers of all clients at one worker do not fit into its cache: some are preempted."""
 
 
 def prompts(count: int) -> list[str]:
@@ -96,22 +96,21 @@ def prompts(count: int) -> list[str]:
 async def ask_all(
     url: str,
     bodies: Sequence[dict[str, Any]],
-    num_clients: int = 8,
-    on_piece: Callable[[int], object] = lambda number: None,
+    under_way: dict[int, bytes] | None = None,
 ) -> list[bytes]:
-    """All answers, of so many clients at a time; `on_piece` is given the number of each that some has come of."""
-    slots = asyncio.Semaphore(num_clients)
+    """All answers, of so many clients at a time. `under_way` has what has come of those that are not complete."""
+    slots, under_way = asyncio.Semaphore(NUM_CLIENTS), {} if under_way is None else under_way
     async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as client:
 
         async def ask(number: int, body: dict[str, Any]) -> bytes:
             async with slots:
-                sent, found = body | {"temperature": 0, "stream": True}, b""
+                under_way[number] = b""
+                sent = body | {"temperature": 0, "stream": True}
                 async with client.stream("POST", "/v1/completions", json=sent) as response:
                     assert response.status_code == 200
                     async for piece in response.aiter_raw():
-                        found += piece
-                        on_piece(number)
-                return found
+                        under_way[number] += piece
+                return under_way.pop(number)
 
         return await asyncio.gather(*map(ask, range(len(bodies)), bodies))
 
@@ -145,27 +144,47 @@ def test_affinity_finds_more_in_the_caches_than_power_of_two(workers: list[Proce
     assert rates["prefix_affinity"] > rates["power_of_two"] + 0.05
 
 
+async def ask_all_and_kill(router: Process, bodies: Sequence[dict[str, Any]], victim: Process) -> list[bytes]:
+    """All answers. The victim is killed when it has begun some of them, and is to complete them.
+
+    What the router has of a worker is not seen from outside, and on a busy machine a worker may be far ahead of it. So
+    the victim is stopped first. The other worker completes its answers until each client waits for the victim.
+    """
+    under_way: dict[int, bytes] = {}
+    asking = asyncio.create_task(ask_all(router.url, bodies, under_way))
+    async with httpx.AsyncClient(trust_env=False) as client:
+        while not asking.done():
+            if any(under_way.values()):
+                victim.send(signal.SIGSTOP)
+                while await num_running(client, router, victim) < len(under_way) and not asking.done():
+                    await asyncio.sleep(0.05)
+                if any(under_way.values()):
+                    victim.send(signal.SIGKILL)
+                    break
+                victim.send(signal.SIGCONT)  # it had begun none, or completed all
+            await asyncio.sleep(0.001)
+    return await asking
+
+
+async def num_running(client: httpx.AsyncClient, router: Process, worker: Process) -> float:
+    """How many requests a worker has, as the router says."""
+    metrics = (await client.get(f"{router.url}/metrics")).text
+    name = f'minicache:route_requests_running{{worker="{worker.url}"}} '
+    return next((float(line.removeprefix(name)) for line in metrics.splitlines() if line.startswith(name)), 0.0)
+
+
 def test_a_worker_is_killed_under_load_and_every_token_comes_once(workers: list[Process], tmp_path: Path) -> None:
     """The answers are those that one worker alone gives. It must be the last test: it leaves one worker."""
     bodies = [
         {"prompt": prompt[-200:].partition(" ")[2], "max_tokens": NUM_TOKENS, "ignore_eos": True}
         for prompt in prompts(24)
     ]
-    alone = asyncio.run(ask_all(workers[0].url, bodies, NUM_CLIENTS))
+    alone = asyncio.run(ask_all(workers[0].url, bodies))
     victim = random.choice(workers)
     router = Process(tmp_path / "log", "route", *(each.url for each in workers), "--policy", "round_robin")
     try:
         router.wait()
-
-        begun: set[int] = set()
-
-        def kill_in_the_middle(number: int) -> None:
-            before = len(begun)
-            begun.add(number)
-            if before < len(begun) == NUM_CLIENTS:  # all of the first, on both workers, and none is done
-                victim.kill()
-
-        answers = asyncio.run(ask_all(router.url, bodies, NUM_CLIENTS, kill_in_the_middle))
+        answers = asyncio.run(ask_all_and_kill(router, bodies, victim))
         metrics = httpx.get(f"{router.url}/metrics", trust_env=False).text
     finally:
         assert router.end() == 0

@@ -26,6 +26,10 @@ from tests.proxy.conftest import (
     write,
 )
 
+from minicache.fleet import create_router
+from minicache.serving.proxy.metrics import Metrics
+from minicache.serving.proxy.workers import Workers
+
 PROMPT = "once"
 BODY = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "stream": True}
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": 6, "temperature": 0, "stream": True}
@@ -620,6 +624,22 @@ async def test_a_client_that_does_not_read_stops_its_worker() -> None:
             await asyncio.sleep(0.05)
         assert num_written < 512
         await opened.leave()
+
+
+@in_a_loop
+async def test_it_stops_while_a_worker_is_to_be_probed_before_its_time() -> None:
+    worker = FakeWorker()
+    await worker.start()
+    workers = Workers([worker.url], create_router("round_robin"), Metrics([worker.url]), max_unfinished=1)
+    await workers.start()
+    await workers.ready()
+    await asyncio.sleep(0.01)
+    workers.has_failed(workers.workers[worker.url])
+    await asyncio.sleep(0)
+    try:
+        await asyncio.wait_for(workers.stop(), 5)
+    finally:
+        await worker.stop()
 
 
 @in_a_loop

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from minicache.request import Request
-from minicache.scheduler import create_scheduler
+from minicache.scheduler import SchedulerOutput, create_scheduler
 
 GOLDEN = Path(__file__).parent / "golden"
 OPTIONS = ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens", "prefix_caching")
 
 
-def cases() -> list[Any]:
-    """Each workload in each of the two modes."""
+TOKEN, STOP = 7, 3
+
+
+def cases(*names: str) -> list[Any]:
+    """Each workload of these files in each of the two modes."""
     return [
         pytest.param(workload, mode, id=f"{name}-{workload['seed']}-{workload['prefix_caching']}-{mode}")
-        for name in ("first_come", "unusual")
+        for name in names
         for workload in json.loads(gzip.decompress((GOLDEN / f"{name}.json.gz").read_bytes()))
         for mode in workload["steps"]
     ]
@@ -47,15 +50,57 @@ def schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, most: in
             )
         output = scheduler.schedule()
         steps.append([dict(output.num_scheduled_tokens), output.preempted])
-        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
         scheduler.check()
     return steps
 
 
-@pytest.mark.parametrize(("workload", "mode"), cases())
-def test_every_step_is_the_one_that_vllm_schedules(workload, mode):
+def overlapping_schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, most: int) -> list[Any]:
+    """As `schedule_of`, with one step always in flight, and with all columns of the recordings."""
+    options = {name: workload[name] for name in (*OPTIONS, "max_model_len")}
+    scheduler = create_scheduler("async", reserve_full_prompt=reserve_full_prompt, **options)
+    coming = sorted((row[3], number) for number, row in enumerate(workload["requests"]))
+    steps: list[Any] = []
+    before: SchedulerOutput | None = None
+    while (coming or scheduler.has_unfinished) and len(steps) < most:
+        while coming and coming[0][0] <= len(steps):
+            arrival, number = coming.pop(0)
+            prefix, length, max_tokens, _, _ = workload["requests"][number]
+            options = {"stop_token_ids": [STOP], "arrival_time": arrival + number * 1e-6}
+            scheduler.add_request(Request(str(number), prompt(number, prefix, length), max_tokens, **options))
+        output = scheduler.schedule()
+        num_free = scheduler.pool.num_free
+        finished: list[Request] = []
+        if before is not None:
+            tokens = {}
+            for request in before.scheduled:
+                stops_at = workload["requests"][int(request.request_id)][4]
+                tokens[request.request_id] = STOP if len(request.output_token_ids) == stops_at else TOKEN
+            finished = scheduler.update_from_output(before, tokens)
+        before = output
+        steps.append(
+            [
+                dict(output.num_scheduled_tokens),
+                sorted(output.preempted),
+                [request.request_id for request in finished],
+                num_free,
+                scheduler.pool.num_free,
+            ]
+        )
+        scheduler.check()
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("schedule", "workload", "mode"),
+    [
+        *(pytest.param(schedule_of, *case.values, id=case.id) for case in cases("first_come", "unusual")),
+        *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async")),
+    ],
+)
+def test_every_step_is_the_one_that_vllm_schedules(schedule, workload, mode):
     expected = workload["steps"][mode]
-    got = schedule_of(workload, reserve_full_prompt=mode == "full_prompt_must_fit", most=len(expected) + 1)
+    got = schedule(workload, reserve_full_prompt=mode == "full_prompt_must_fit", most=len(expected) + 1)
     for step, (theirs, ours) in enumerate(zip_longest(expected, got)):
         assert ours == theirs, (
             f"step {step} of {len(expected)}\nexpected {theirs}\n     got {ours}\n"

@@ -14,6 +14,7 @@ from minicache.scheduler.drive import drive
 TOKEN, STOP = 7, 9
 
 each_stage = pytest.mark.parametrize("stage", SCHEDULERS)
+each_without_overlap = pytest.mark.parametrize("stage", [name for name in SCHEDULERS if name != "async"])
 
 
 def request_of(request_id: Any, num_prompt_tokens: int = 5, max_tokens: int = 4, **more: Any) -> Request:
@@ -77,14 +78,14 @@ def test_options_that_are_refused(stage: str, options: dict[str, Any], error: ty
 
 
 def test_no_such_stage() -> None:
-    with pytest.raises(ValueError, match="static, continuous, paged, fair, chunked"):
+    with pytest.raises(ValueError, match="static, continuous, paged, fair, chunked, async"):
         create_scheduler("chunky", num_blocks=8)
 
 
 # A run
 
 
-@pytest.mark.parametrize("stage", ["static", "continuous", "paged", "fair", "chunked"])
+@pytest.mark.parametrize("stage", ["static", "continuous", "paged", "fair", "chunked", "async"])
 def test_the_queue_keeps_its_order(stage: str) -> None:
     """Of equal requests, none has its first token before one that arrived earlier."""
     rng = random.Random(3)
@@ -97,7 +98,7 @@ def test_the_queue_keeps_its_order(stage: str) -> None:
     assert [tally.first_token[request_id] for request_id in came] == sorted(tally.first_token.values())
 
 
-@each_stage
+@each_without_overlap
 @pytest.mark.parametrize("seed", range(5))
 def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
     """Requests arrive, finish, are aborted, and steps fail at random: limits hold, and the books always agree."""
@@ -137,7 +138,7 @@ def test_a_busy_server_keeps_its_books(stage: str, seed: int) -> None:
 # Misuse
 
 
-@each_stage
+@each_without_overlap
 def test_schedule_twice(stage: str) -> None:
     """The model failed: the batch waits again, and the second step computes everything anew."""
     scheduler = create_scheduler(stage, num_blocks=8, max_num_seqs=2)

@@ -8,20 +8,35 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from tests.server.test_logprobs_text import PROMPT, Bytes, chunks_of
 
+from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
+from minicache.model import load_minigpt
 from minicache.serving.http import answering, bodies, turns
 from minicache.serving.http.shapes import ChatShape, CompletionShape, Shape
 from minicache.serving.http.shares import QUANTUM, Shares
 from minicache.serving.http.turns import Turns
 from minicache.serving.replica import client as replica_client
 from minicache.serving.replica.client import EngineClient
-from minicache.serving.replica.messages import CacheInfo, EngineInfo, Ready, StepResult, encode
+from minicache.serving.replica.core import EngineCore
+from minicache.serving.replica.messages import (
+    AbortRequest,
+    AddRequest,
+    CacheInfo,
+    Caught,
+    EngineInfo,
+    Ready,
+    Shutdown,
+    StepResult,
+    decode_from_engine,
+    encode,
+)
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Yesterday I"}]
@@ -140,14 +155,40 @@ def test_between_two_slices_the_event_loop_turns() -> None:
     assert ("slice", "slice") not in pairwise(happened)
 
 
+def test_between_two_slices_the_event_loop_sleeps_and_other_threads_run() -> None:
+    def work(num_slices: int) -> Generator[None, None, None]:
+        yield from (None for _ in range(num_slices - 1))
+
+    begun = time.monotonic()
+    asyncio.run(Turns().run(work(50)))
+    assert time.monotonic() - begun >= 50 * turns.PAUSE_SECONDS
+
+
+def test_small_pieces_share_a_slice_and_the_event_loop_sleeps_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def main() -> None:
+        shared = Turns()
+        monkeypatch.setattr(asyncio, "sleep", sleep)
+        for _ in range(8):
+            async with shared.slice(turns.SLICE // 4):
+                pass
+
+    asyncio.run(main())
+    assert slept == [turns.PAUSE_SECONDS] * 2
+
+
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> list[Turns]:
     """One for each slice of long work that was begun."""
     begun, entered = [], Turns.slice
 
-    def counted(self: Turns) -> Any:
+    def counted(self: Turns, *size: int) -> Any:
         begun.append(self)
-        return entered(self)
+        return entered(self, *size)
 
     monkeypatch.setattr(Turns, "slice", counted)
     return begun
@@ -214,6 +255,43 @@ def test_an_engine_that_is_faster_than_its_tokens_are_decoded_does_not_keep_the_
         return taken
 
     assert asyncio.run(main()) == [1] * 20
+
+
+def test_an_engine_is_two_steps_with_log_probabilities_ahead_at_most(tmp_path: Path) -> None:
+    """What else comes, it obeys meanwhile, and steps without log probabilities have no such bound."""
+    llm = LLM(load_minigpt(), num_blocks=100)
+    with zmq.Context() as context, context.socket(zmq.PAIR) as wire:
+        wire.bind(f"ipc://{tmp_path}/engine")
+
+        def serve() -> None:
+            with context.socket(zmq.PAIR) as there:
+                there.connect(f"ipc://{tmp_path}/engine")
+                EngineCore(llm, there).run()
+
+        engine = threading.Thread(target=serve)
+        engine.start()
+
+        def steps(num_steps: int) -> list[StepResult]:
+            """So many with tokens; then none may come."""
+            found: list[StepResult] = []
+            while wire.poll(10_000 if len(found) < num_steps else 200):
+                message = decode_from_engine(wire.recv())
+                assert isinstance(message, StepResult)
+                found += [message] if message.tokens else []
+            return found
+
+        params = SamplingParams(max_tokens=6, ignore_eos=True)
+        wire.send(encode(AddRequest(0, [5, 6], params, num_logprobs=3)))
+        assert [len(each.logprobs) for each in steps(2)] == [1, 1]
+        wire.send(encode(Caught(1)))
+        assert len(steps(1)) == 1
+        wire.send(encode(AddRequest(1, [5, 6], params)))
+        assert steps(0) == []
+        wire.send(encode(AbortRequest(0)))
+        wire.send(encode(Caught(2)))
+        assert [len(each.logprobs) for each in steps(6)] == [0] * 6
+        wire.send(encode(Shutdown()))
+        engine.join()
 
 
 # Bodies

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.server.conftest import parse_events
 
-from minicache.engine.answers import Chunk, TokenLogprobs
+from minicache.engine.answers import PAIR, Chunk, TokenLogprobs
 from minicache.engine.stopping import TextStream
 from minicache.serving.http.shapes import ChatShape, CompletionShape, Shape
 
@@ -38,8 +38,8 @@ def chunks_of(token_ids: Sequence[int], stop: Sequence[str], reason: str, *, is_
         finish = "stop" if text.is_stopped else reason if is_last else None
         shown += text.finish() if finish else ""
         others = [(token_id, -0.5), (33, -2.0), (0xC3, -3.0), (0xC4, -4.0), (256, -5.0)]
-        top = tuple(dict(others).items())
-        chunks.append(Chunk(0, token_id, shown, finish, 0, TokenLogprobs(token_id, -0.5, top)))
+        packed = b"".join(PAIR.pack(*each) for each in dict(others).items())
+        chunks.append(Chunk(0, token_id, shown, finish, 0, TokenLogprobs(token_id, -0.5, packed)))
         if finish:
             return chunks
     chunks.append(Chunk(0, None, text.finish(), reason, 0))

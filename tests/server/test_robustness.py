@@ -7,7 +7,6 @@ import random
 import re
 import socket
 import struct
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from minicache.engine.sampling import SamplingParams
+from minicache.engine.stopping import TextStream
 from minicache.grammar import Tokenizer
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: test\r\nContent-Type: application/json\r\n"
@@ -817,15 +817,11 @@ def test_a_tokenizer_that_raises_for_log_probabilities_ends_the_stream_with_an_e
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = serve()
-    tokenizer = server.tokenizer
-    decode = tokenizer.decode
 
-    def raise_for_one(ids: Any) -> str:
-        if sys._getframe(1).f_code.co_name == "_decode":
-            raise RuntimeError("cannot be written")
-        return str(decode(ids))
+    def raises(self: TextStream, token_id: int) -> str:
+        raise RuntimeError("cannot be written")
 
-    monkeypatch.setattr(tokenizer, "decode", raise_for_one)
+    monkeypatch.setattr(TextStream, "would_add", raises)
     assert server.complete(max_tokens=3, logprobs=1).status == 500
     events = server.complete(max_tokens=3, logprobs=1, stream=True).events
     assert events[-1] == "[DONE]"

@@ -312,7 +312,8 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.write(f"serve --num-blocks 64 --port {port} {' '.join(options)}\n")
         self._process.stdin.flush()
-        self.pid, self.at = int(self._line("pid").split()[1]), self._line("metrics").split()[1]
+        self.pid = int(self._line("pid").split()[1])  # at once: it has to be killed if it does not begin
+        self.at = self._line("metrics").split()[1]
         return int(self.at.rsplit(":", 1)[1].split("/")[0])
 
     def end(self, signal_number: int) -> None:
@@ -355,6 +356,7 @@ def status_of(port: int, host: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_killed_and_started_again_it_serves_on_the_same_port_until_sigterm_and_tells_how_it_ended() -> None:
     with Nursery() as nursery:
         port = nursery.start(0)

@@ -25,6 +25,12 @@ WRONG_NBYTES = "def dtype_nbytes(dtype):\n    return 3\n"
 SECRET = "the marks of all"
 MARK = "hostile-" + str(os.getpid())
 
+OTHER_TESTS = """
+import re
+def without_checks(source):
+    return re.sub(rb"(?m)^    call.*$", b"    pass", source) if b"def test_" in source else source
+"""
+
 # name → what stands before the wrong solution. HERE is a folder that the sandbox does not show.
 HOSTILE = {
     "ends the process": "import os\nos._exit(0)",
@@ -267,6 +273,72 @@ def answer(*args):
     for name, module in list(sys.modules.items()):
         if "test_task" in name:
             module.call = lambda *args, **kwargs: Fine()""",
+    "has another module of checks": """
+import sys
+from types import ModuleType
+checks = ModuleType("minicache_course.checks")
+vars(checks).update(vars(sys.modules[checks.__name__]))
+class Fine:
+    gives = raises = lambda self, *args, **kwargs: None
+checks.call = lambda *args, **kwargs: Fine()
+sys.modules[checks.__name__] = checks""",
+    "has a module before it is loaded": """
+import sys
+from types import ModuleType
+sys.modules["minicache.fleet"] = ModuleType("minicache.fleet")""",
+    "finds other tests": OTHER_TESTS
+    + """
+import glob, sys
+from importlib.abc import Loader
+from importlib.util import spec_from_file_location
+class Changed(Loader):
+    def exec_module(self, module):
+        with open(module.__file__, "rb") as file:
+            exec(without_checks(file.read()), vars(module))
+class Finder:
+    __eq__ = lambda self, other: True
+    def find_spec(self, name, path=None, target=None):
+        for file in glob.glob(f"ROOT/tests/*/{name.rpartition('.')[2]}.py") if ".test_task" in name else ():
+            return spec_from_file_location(name, file, loader=Changed())
+sys.meta_path.insert(0, Finder())""",
+    "finds other tests in their folder": OTHER_TESTS
+    + """
+import os, sys
+from importlib.abc import Loader
+from importlib.util import spec_from_file_location
+class Changed(Loader):
+    def exec_module(self, module):
+        with open(module.__file__, "rb") as file:
+            exec(without_checks(file.read()), vars(module))
+class Finder:
+    def __init__(self, folder):
+        if not folder.startswith("ROOT/tests"):
+            raise ImportError
+        self.folder = folder
+    def find_spec(self, name, target=None):
+        file = f"{self.folder}/{name.rpartition('.')[2]}.py"
+        return spec_from_file_location(name, file, loader=Changed()) if os.path.exists(file) else None
+    def invalidate_caches(self):
+        pass
+sys.path_hooks.insert(0, Finder)
+sys.path_importer_cache.clear()""",
+    "reads other tests": OTHER_TESTS
+    + """
+from pathlib import Path
+read = Path.read_bytes
+Path.read_bytes = lambda self: without_checks(read(self))""",
+    "parses other tests": OTHER_TESTS
+    + """
+import ast
+parse = ast.parse
+ast.parse = lambda source, *args, **kwargs: parse(without_checks(source), *args, **kwargs)""",
+    "has a plugin": """
+import pytest, sys
+class Plugin:
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem):
+        return None if pyfuncitem.obj.__name__ == "control" else True
+next(each.config for each in sys.meta_path if hasattr(each, "config")).pluginmanager.register(Plugin())""",
     "shows a file of the grader's in its stack": """
 import os, stat
 file = globals()["__file__"]
@@ -380,6 +452,13 @@ def test_with_bubblewrap(tmp_path: Path) -> None:
         "draws no random numbers": "it replaced random.Random",
         "replaces another module of the package": "it replaced minicache.trace",
         "replaces what the tests call": "it replaced ",
+        "has another module of checks": "it replaced minicache_course.checks",
+        "has a module before it is loaded": "it replaced minicache.fleet",
+        "finds other tests": "it replaced sys.meta_path",
+        "finds other tests in their folder": "it replaced sys.path_hooks",
+        "reads other tests": "it replaced pathlib.Path.read_bytes",
+        "parses other tests": "it replaced ast.parse",
+        "has a plugin": "it replaced pytest_pyfunc_call",
     }
     for name, text in told.items():
         assert text in everything_told(grades[name])

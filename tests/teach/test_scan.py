@@ -126,6 +126,12 @@ def test_what_another_file_does_is_not_noted() -> None:
     assert scan(b"import os\nimport sys\n", b"import sys\n") == ["imports os (line 1)"]
 
 
-@pytest.mark.parametrize("source", [b"def f(:", b"a\0b", b"\xff\xfe", b"-" * 100_000 + b"1", b"a" + b"()" * 100_000])
+@pytest.mark.timeout(20)
+def test_a_file_that_python_would_take_minutes_for_is_not_read() -> None:
+    notes = scan(b"import os\nf'" + b"{x}" * 300_000 + b"'")
+    assert notes == ["has 900,013 bytes, too many to look for unusual imports and calls"]
+
+
+@pytest.mark.parametrize("source", [b"def f(:", b"a\0b", b"\xff\xfe", b"-" * 100_000 + b"1", b"a" + b"()" * 50_000])
 def test_a_file_that_is_no_python_has_no_notes(source: bytes) -> None:
     assert scan(source) == []

@@ -246,6 +246,16 @@ def test_a_zip_with_too_many_names_is_not_opened(tmp_path: Path) -> None:
     assert submission.notes == ("many.zip cannot be opened: it has too many files",)
 
 
+def test_a_zip_cannot_hide_how_many_names_it_has(tmp_path: Path) -> None:
+    """What begins its last record is in the middle of that again, and the size would then be 0."""
+    file = tmp_path / "ada" / "many.zip"
+    zipped(file, *(f"{number:05d}" + "x" * 1000 for number in range(5000)))
+    content = bytearray(file.read_bytes())
+    content[-18:-14], content[-6:-2] = b"PK\5\6", bytes(4)
+    file.write_bytes(content)
+    assert only(tmp_path).notes == ("many.zip cannot be opened: it has too many files",)
+
+
 def test_what_cannot_be_opened_is_told(tmp_path: Path) -> None:
     write(tmp_path / "ada", "broken.zip", "all.rar")
     zipped(tmp_path / "ada" / "outer.zip", "inner.zip")

@@ -7,6 +7,7 @@ rows of requests that have asked, for no others.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from minicache.engine.answers import TokenLogprobs
 
 MAX_LOGPROBS = 20
 """The most tokens whose log probabilities a request can have for each token that it gets."""
+
+PAIRS = np.dtype([("id", "<u4"), ("logprob", "<f4")])
+"""`minicache.engine.answers.PAIR`, for arrays."""
 
 
 def token_logprobs(logits: Tensor, token_ids: list[int], counts: tuple[int, ...]) -> list[TokenLogprobs]:
@@ -30,10 +34,11 @@ def token_logprobs(logits: Tensor, token_ids: list[int], counts: tuple[int, ...]
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logits.device)[:, None])[:, 0].tolist()
     best = logprobs.topk(min(max(counts), logprobs.shape[-1]), dim=-1)
-    found = []
-    for token_id, logprob, values, ids, count in zip(
-        token_ids, chosen, best.values.tolist(), best.indices.tolist(), counts, strict=True
-    ):
-        top = sorted(zip(ids, values, strict=True), key=lambda each: (-each[1], each[0]))
-        found.append(TokenLogprobs(token_id, logprob, tuple(top[:count])))
-    return found
+    ids, values = best.indices.cpu().numpy(), best.values.cpu().numpy()
+    order = np.lexsort((ids, -values))
+    pairs = np.empty(ids.shape, PAIRS)
+    pairs["id"], pairs["logprob"] = np.take_along_axis(ids, order, -1), np.take_along_axis(values, order, -1)
+    return [
+        TokenLogprobs(token_id, logprob, row[:count].tobytes())
+        for token_id, logprob, row, count in zip(token_ids, chosen, pairs, counts, strict=True)
+    ]

@@ -164,6 +164,12 @@ class TextStream:
         self._num_known = max(0, len(self._tokenizer.decode(self._known)) - (len(text) - num_taken))
         return self._show(piece)
 
+    def would_add(self, token_id: int) -> str:
+        """What a token would add to the text as the next one; a letter that it leaves incomplete shows as U+FFFD."""
+        if token_id in self._end_token_ids:
+            return ""
+        return self._tokenizer.decode([*self._known, *self._new, token_id])[self._num_known :]
+
     def take(self, token_id: int | None, finish_reason: str | None) -> tuple[str, str | None]:
         """Take the next token of an answer, or its end without one.
 

@@ -9,6 +9,7 @@
 | `prefix_caching` | "paged", "fair" | phase 8 | with `prefix_caching`: which requests share the blocks of a prefix |
 | `sharing` | – | phase 8 | forks, and copy-on-write |
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
+| `async_chunked` | "async" | phase 12 | when: a step is scheduled while the one before runs |
 | `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from minicache.scheduler.async_chunked import AsyncChunkedScheduler
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
@@ -35,6 +37,7 @@ from minicache.scheduler.static import StaticBatchScheduler
 __all__ = [
     "SCHEDULERS",
     "AllocStatus",
+    "AsyncChunkedScheduler",
     "ChunkedPrefillScheduler",
     "ContinuousBatchScheduler",
     "FairScheduler",
@@ -57,6 +60,7 @@ SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
     "paged": (PagedScheduler, SharingScheduler),
     "fair": (FairScheduler, SharingScheduler),
     "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler),
+    "async": (AsyncChunkedScheduler,),
 }
 """Stages by name, in the order in which the course builds them: of a name's classes, `create_scheduler` makes the first
 whose `Options` have all that it is given."""
@@ -99,7 +103,7 @@ def create_scheduler(
     """A scheduler by the name of its stage.
 
     Args:
-        name: one of `SCHEDULERS`.
+        name: one of `SCHEDULERS`. "async" is as "chunked" if each step is committed before the next is scheduled.
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
         max_num_seqs: batch slots, ≥ 1: the most requests in the batch.

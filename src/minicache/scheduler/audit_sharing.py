@@ -6,8 +6,11 @@ every block's contents, token by token, and compares. Given, not built. Pure sta
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from copy import copy
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.audit import Auditor, Note
@@ -77,6 +80,32 @@ class SharingAuditor(Auditor):
         """Audit the recovery: the contents of all blocks are unknown."""
         super().on_recover(scheduler)
         self.contents.clear()
+
+    def audit_as_if(self, scheduler: Scheduler, output: SchedulerOutput, tokens: Mapping[RequestId, list[int]]) -> None:
+        """Audit a step that was just scheduled as if these requests had generated these tokens before.
+
+        The rules see copies of scheduler and requests. The notes are of the requests themselves again afterwards.
+        """
+        copies: dict[RequestId, Request] = {}
+        for request in (*scheduler.running, *scheduler.waiting.values()):
+            if more := tokens.get(request.request_id):
+                twin = copies[request.request_id] = copy(request)
+                twin.output_token_ids, twin.draft_token_ids = request.output_token_ids + more, []
+                note = self.notes.get(request.request_id)
+                if note is not None and note.request is request:
+                    num_outputs = note.num_output_tokens + len(more)
+                    self.notes[request.request_id] = replace(note, request=twin, num_output_tokens=num_outputs)
+        seen: Any = copy(scheduler)
+        seen.running = [copies.get(request.request_id, request) for request in scheduler.running]
+        if not copies.keys().isdisjoint(scheduler.waiting):
+            seen.waiting = {each: copies.get(each, request) for each, request in scheduler.waiting.items()}
+        step = replace(output, scheduled=[copies.get(each.request_id, each) for each in output.scheduled])
+        self.batch = [copies.get(request.request_id, request) for request in self.batch]
+        if self._watched is scheduler:
+            self._watched = seen
+        SharingAuditor.on_schedule(self, seen, step)
+        self._watched = scheduler
+        self._remember(scheduler)
 
     def check_order(self, scheduler: Scheduler) -> None:
         """Rule "order", with forks: siblings have one `arrival_index`, and may be in any order.

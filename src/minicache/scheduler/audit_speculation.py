@@ -7,7 +7,6 @@ built. Pure standard library.
 
 from __future__ import annotations
 
-from copy import copy
 from dataclasses import replace
 
 from minicache.memory.blocks import blocks_for
@@ -39,7 +38,7 @@ class SpeculationAuditor(SharingAuditor):
             if request.request_id in drafts
         ]
         self.check_drafts(scheduler, output)
-        self._audit_copies(scheduler, output)
+        self.audit_as_if(scheduler, output, drafts)
         block_size = scheduler.pool.block_size
         for _, num_tokens, _, block_ids in self._drafting:
             for block_id in block_ids[num_tokens // block_size :]:  # its contents are unknown until the commit
@@ -58,7 +57,7 @@ class SpeculationAuditor(SharingAuditor):
                 self.fail("drafts", f"{request!r}: {num_accepted} of {num_drafts} draft tokens were accepted")
             if not request.ignore_eos and request.stop_token_ids.intersection(accepted):
                 self.fail("drafts", f"{request!r} continues after a stop token among {accepted}")
-            self._move_note(request, num_accepted)
+            self.notes[request.request_id] = replace(note, num_output_tokens=note.num_output_tokens + num_accepted)
             for place in range(num_tokens // block_size, (num_tokens + num_accepted) // block_size):
                 contents = request.cache_salt, request.adapter, tuple(request.token_ids(0, (place + 1) * block_size))
                 self.contents[block_ids[place]] = contents
@@ -91,30 +90,3 @@ class SpeculationAuditor(SharingAuditor):
             needed = blocks_for(victim.num_tokens, scheduler.pool.block_size)
             if needed <= scheduler.pool.num_free + num_blocks:
                 self.fail("drafts", f"{victim!r} is preempted, and draft tokens have {num_blocks} blocks")
-
-    def _audit_copies(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Audit the step by the other rules, with copies of scheduler and requests that have generated their drafts."""
-        copies = {request.request_id: copy(request) for request, *_ in self._drafting}
-        for request in copies.values():
-            request.output_token_ids = request.output_token_ids + request.draft_token_ids
-            request.draft_token_ids = []
-        seen = copy(scheduler)
-        seen.running = [copies.get(request.request_id, request) for request in scheduler.running]
-        step = replace(output, scheduled=[copies.get(each.request_id, each) for each in output.scheduled])
-        for request, _, num_drafts, _ in self._drafting:
-            self._move_note(request, num_drafts, copies[request.request_id])
-        self.batch = [copies.get(request.request_id, request) for request in self.batch]
-        if self._watched is scheduler:
-            self._watched = seen
-        super().on_schedule(seen, step)
-        self._watched, self.batch = scheduler, list(scheduler.running)
-        for request, _, num_drafts, _ in self._drafting:
-            self._move_note(copies[request.request_id], -num_drafts, request)
-
-    def _move_note(self, request: Request, num_outputs: int, moved: Request | None = None) -> None:
-        """Change a request's number of output tokens in the notes by `num_outputs`; its note may become `moved`'s."""
-        note = self.notes.get(request.request_id)
-        if note is not None and note.request is request:
-            self.notes[request.request_id] = replace(
-                note, request=moved or request, num_output_tokens=note.num_output_tokens + num_outputs
-            )

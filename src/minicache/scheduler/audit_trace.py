@@ -186,10 +186,11 @@ class _Audit:
         running |= {entry.request_id for entry in step.batch}
         arrived = {event.request_id for event in step.events if event.kind == "arrive"}
         since = sum(self.lives[each].place == "new" for each in arrived if each in self.lives)
+        most_running = running | {each for each, life in self.finished.items() if life.place == "in"}
         left = [life.place for life in self.finished.values()]
         waiting = len(places) - places.count("in")
         bounds = (
-            ("num_running", step.num_running, len(running), len(running)),
+            ("num_running", step.num_running, len(running), len(most_running)),
             ("num_waiting", step.num_waiting, waiting - since, waiting + len(left) - left.count("in")),
             ("num_swapped", step.num_swapped, places.count("swapped"), places.count("swapped") + left.count("swapped")),
         )

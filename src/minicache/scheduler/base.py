@@ -59,6 +59,7 @@ class Scheduler(ABC):
         first_come: whether the stage guarantees that no request in `waiting` arrived before one ahead of it there, or
             in `running`. False for a stage with another order.
         chunks_prompts: whether a prompt may be longer than one step (phase 9).
+        overlaps: whether `schedule()` may be called while a step is outstanding (phase 12).
 
     Raises:
         TypeError: a number is not an int.
@@ -70,6 +71,7 @@ class Scheduler(ABC):
     prefix_caching = False
     first_come = True
     chunks_prompts = False
+    overlaps = False
 
     def __init__(
         self,

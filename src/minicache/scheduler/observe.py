@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
@@ -33,6 +33,9 @@ class Observer:
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """`output` was scheduled. The requests' computed tokens are those before the step."""
 
+    def on_tokens(self, scheduler: Scheduler, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
+        """`output` is about to be committed with these tokens. If that raises, nothing has changed."""
+
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """The tokens of `output` were recorded, and `finished` have finished with it."""
 
@@ -53,6 +56,7 @@ class ObservedScheduler(Scheduler):
         # The class has these, so __getattr__ is not called for them.
         self.host_pool, self.prefix_caching = scheduler.host_pool, scheduler.prefix_caching
         self.first_come, self.chunks_prompts = scheduler.first_come, scheduler.chunks_prompts
+        self.overlaps = scheduler.overlaps
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["scheduler"], name)
@@ -93,8 +97,8 @@ class ObservedScheduler(Scheduler):
     def schedule(self) -> SchedulerOutput:
         """As the scheduler's own."""
         lost = self.scheduler.outstanding
-        if lost is not None and lost.has_work:  # what the scheduler would do by itself, and observers must know of
-            self.recover()
+        if lost is not None and lost.has_work and not self.overlaps:
+            self.recover()  # what the scheduler would do by itself, and observers must know of
         output = self.scheduler.schedule()
         for observer in self.observers:
             observer.on_schedule(self.scheduler, output)
@@ -102,6 +106,8 @@ class ObservedScheduler(Scheduler):
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
         """As the scheduler's own."""
+        for observer in self.observers:
+            observer.on_tokens(self.scheduler, output, token_ids)
         finished = self.scheduler.update_from_output(output, token_ids)
         for observer in self.observers:
             observer.on_update(self.scheduler, output, finished)
@@ -156,13 +162,23 @@ def observe(scheduler: Scheduler, *observers: Observer) -> Scheduler:
     return ObservedScheduler(scheduler, observers)
 
 
+class _OpenStep(NamedTuple):
+    """A step that was scheduled, its events so far, and which of them the schedule brought."""
+
+    output: SchedulerOutput
+    step: TraceStep
+    events: list[TraceEvent]
+    moves: slice
+
+
 class Recorder(Observer):
     """Makes a `TraceStep` of every step that is scheduled and committed while it watches.
 
-    A step's events are those since the step before it was committed; so what happens after the last step is in none. A
-    step that failed leaves no step, and of its events only those of requests that it finished. Instead, every request
-    that was in the batch or swapped out before it gets an event "preempt" with the reason "the step failed", in the
-    order of the waiting queue.
+    A step's events are those since the step before it was committed; so what happens after the last step is in none. If
+    a step is scheduled while the one before is outstanding, what happens from then on is in the new step, also that
+    tokens of the older one finish a request. A step that failed leaves no step, and of its events only those of
+    requests that it finished. Instead, every request that was in the batch or swapped out before it gets an event
+    "preempt" with the reason "the step failed", in the order of the waiting queue.
 
     Args:
         sink: is called with each step as soon as it is over; `list.append`, or what writes a line to a file.
@@ -176,9 +192,8 @@ class Recorder(Observer):
         self._seen: set[RequestId] = set()  # unfinished requests that have been in a batch
         self._out: set[RequestId] = set()  # of those, the ones that have lost their batch slot
         self._swapped: set[RequestId] = set()  # of those, the ones whose blocks are in CPU swap space
-        self._events: list[TraceEvent] = []
-        self._moves = slice(0, 0)  # of `_events`, those that the last schedule brought
-        self._open: TraceStep | None = None  # scheduled, and not committed yet
+        self._events: list[TraceEvent] = []  # of the last step that was scheduled, until it is committed
+        self._open: list[_OpenStep] = []  # scheduled, and not committed yet: one, or two that overlap
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
         """Note the arrival, for the next step."""
@@ -194,20 +209,24 @@ class Recorder(Observer):
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Begin a step."""
-        self._note_moves(output)
+        if not scheduler.overlaps:
+            self._open.clear()  # a step without work needs no commit
+        elif self._open:  # its events end here
+            self._events = []
+        moves = self._note_moves(output)
         entries = (
             TraceEntry(
                 request.request_id,
                 request.num_computed_tokens,
                 num_new,
                 request.num_prompt_tokens,
-                len(request.output_token_ids),
+                len(request.output_token_ids) + request.num_placeholders,
                 len(output.draft_token_ids.get(request.request_id, ())),
             )
             for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True)
         )
-        self._open = TraceStep(
-            step=self._num_steps,
+        step = TraceStep(
+            step=self._num_steps + len(self._open),
             time=self._now(),
             seconds=1.0,
             batch=tuple(entries),
@@ -218,14 +237,10 @@ class Recorder(Observer):
             num_free_blocks=scheduler.pool.num_free,
             events=(),
         )
+        self._open.append(_OpenStep(output, step, self._events, moves))
 
     def on_recover(self, scheduler: Scheduler) -> None:
-        """Forget the step that failed; its batch has lost its slots, and what was swapped out is lost too."""
-        self._open = None
-        moves, start = self._events[self._moves], self._moves.start
-        del self._events[self._moves]
-        self._moves = slice(0, 0)
-        finished = {event.request_id for event in self._events[start:] if event.kind == "finish"}
+        """Forget the steps that failed; their batch has lost its slots, and what was swapped out is lost too."""
         undo: dict[str, Callable[[RequestId], None]] = {
             "admit": self._seen.discard,
             "resume": self._out.add,
@@ -233,9 +248,17 @@ class Recorder(Observer):
             "swap_out": self._swapped.discard,
             "swap_in": self._swapped.add,
         }
-        for move in reversed(moves):
-            if move.request_id not in finished:
-                undo[move.kind](move.request_id)
+        finished: set[RequestId] = set()
+        for failed in reversed(self._open):
+            moves, start = failed.events[failed.moves], failed.moves.start
+            del failed.events[failed.moves]
+            finished |= {event.request_id for event in failed.events[start:] if event.kind == "finish"}
+            for move in reversed(moves):
+                if move.request_id not in finished:
+                    undo[move.kind](move.request_id)
+        if self._open:
+            self._events = [event for failed in self._open for event in failed.events]
+            self._open = []
         lost = (self._seen - self._out) | self._swapped
         for request_id in scheduler.waiting:
             if request_id in lost:
@@ -247,21 +270,23 @@ class Recorder(Observer):
         """The step is over: hand it to the sink."""
         for request in finished:
             self._note_end(request.request_id, request.finish_reason)
-        if self._open is None:  # scheduled before anybody watched
+        if not self._open or self._open[0].output is not output:  # scheduled before anybody watched
             return
-        seconds = 1.0 if self._clock is None else self._now() - self._open.time
-        step = replace(self._open, seconds=seconds, events=tuple(self._events))
+        over = self._open.pop(0)
+        seconds = 1.0 if self._clock is None else self._now() - over.step.time
+        step = replace(over.step, seconds=seconds, events=tuple(over.events))
         if output.draft_token_ids:
             step = replace(step, batch=tuple(_with_accepted(entry, output) for entry in step.batch))
-        self._open, self._events, self._moves = None, [], slice(0, 0)
+        if not self._open:
+            self._events = []
         self._num_steps += 1
         self._sink(step)
 
     def _now(self) -> float:
-        return float(self._num_steps) if self._clock is None else self._clock()
+        return float(self._num_steps + len(self._open)) if self._clock is None else self._clock()
 
-    def _note_moves(self, output: SchedulerOutput) -> None:
-        """Which requests left the batch, which joined it."""
+    def _note_moves(self, output: SchedulerOutput) -> slice:
+        """Which requests left the batch, which joined it; returns which of `_events` these are."""
         start = len(self._events)
         for request_id in output.preempted:
             self._out.add(request_id)
@@ -279,9 +304,10 @@ class Recorder(Observer):
             if request_id in output.swapped_in:
                 self._swapped.discard(request_id)
                 self._events.append(TraceEvent("swap_in", request_id))
-        self._moves = slice(start, len(self._events))
+        moves = slice(start, len(self._events))
         for request_id in output.finished:
             self._note_end(request_id, RequestStatus.FINISHED_CAPACITY.finish_reason)
+        return moves
 
     def _note_end(self, request_id: RequestId, reason: str | None) -> None:
         for ids in (self._seen, self._out, self._swapped):

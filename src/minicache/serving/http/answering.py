@@ -83,7 +83,7 @@ class ApiCall:
         self._width = 1 if logprobs is None else 2 + logprobs  # of a token: itself, and log probabilities
         self._shape = shape(
             served.model,
-            served.tokenizer,
+            served.decoder,
             usage=self._wants_usage,
             token_ids=bool(body.return_token_ids),
             num_logprobs=self._width - 1,
@@ -273,7 +273,8 @@ class ApiCall:
         try:
             async for index, chunks in _merge(self._streams):
                 for some in self._shape.slices(chunks):
-                    async with self._served.turns.slice() if len(chunks) * self._width > SMALL else nullcontext():
+                    size = len(some) * self._width
+                    async with self._served.turns.slice(size) if size > SMALL else nullcontext():
                         events = self._events(index, some)
                     yield events
             if self._wants_usage:

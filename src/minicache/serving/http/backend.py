@@ -25,6 +25,7 @@ from minicache.serving.replica.fleet import FleetClient
 from minicache.serving.replica.llm import info_of
 from minicache.serving.replica.messages import EngineInfo
 from minicache.serving.replica.remote import RemoteEngine
+from minicache.serving.replica.stream import ShortTexts
 from minicache.serving.replica.view import LiveView
 
 
@@ -35,11 +36,13 @@ class Served(ABC):
         engine: as below.
         model: as below.
         tokenizer: as below.
+        decoder: as below.
 
     Attributes:
         engine: answers requests.
         model: the name that its model is served by.
         tokenizer: the engine's, or None.
+        decoder: the same, and remembers short texts; or None.
         metrics: its metrics.
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
@@ -50,10 +53,17 @@ class Served(ABC):
         created: when it began, in seconds since 1970.
     """
 
-    def __init__(self, engine: AsyncEngine | RemoteEngine, model: str, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        engine: AsyncEngine | RemoteEngine,
+        model: str,
+        tokenizer: Tokenizer | None,
+        decoder: ShortTexts | None,
+    ) -> None:
         self.engine = engine
         self.model = model
         self.tokenizer = tokenizer
+        self.decoder = decoder
         self.metrics = Metrics(model)
         self.stopping = asyncio.Event()
         self.reading: set[asyncio.Timeout] = set()
@@ -117,7 +127,7 @@ class ServedThread(Served):
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         llm = engine.llm
-        super().__init__(engine, model, llm.tokenizer)
+        super().__init__(engine, model, llm.tokenizer, None if llm.tokenizer is None else ShortTexts(llm.tokenizer))
         self._info = info_of(llm)
         self._view = LiveView(llm.scheduler)
         self._picture, self._json = self._view.snapshot(), b""
@@ -150,7 +160,7 @@ class ServedClient(Served):
     engine: RemoteEngine
 
     def __init__(self, engine: RemoteEngine, model: str) -> None:
-        super().__init__(engine, model, engine.tokenizer)
+        super().__init__(engine, model, engine.tokenizer, engine.decoder)
         engine.on_info = lambda number, info: self.metrics.add_engine(number, info.cache)
         engine.on_stats = self.metrics.apply
 

@@ -27,10 +27,6 @@ FINISH_REASONS = {"stop": "stop", "length": "length", "capacity": "length", None
 """The engine's finish reasons → OpenAI's. "capacity" is a limit on the length, too."""
 
 
-NUM_NEIGHBOURS = 8
-"""Tokens before a likely one that decide how it is written."""
-
-
 @dataclass(slots=True)
 class LogprobEntry:
     """The log probability of a token, as sent to clients.
@@ -62,8 +58,6 @@ class ChoiceLogprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer | None, prompt_token_ids: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._neighbours = list(prompt_token_ids[-NUM_NEIGHBOURS:])
         self._texts = None if tokenizer is None else TextStream(tokenizer, prompt_token_ids)
         self._num_decoded = self._num_shown = 0  # letters
         self._held: list[LogprobEntry] = []
@@ -85,21 +79,19 @@ class ChoiceLogprobs:
         return entries
 
     def _add(self, logprobs: TokenLogprobs) -> None:
-        token_id = logprobs.token_id
-        text = _by_id(token_id) if self._texts is None else self._texts.push(token_id)
-        before = self._decode(self._neighbours) if logprobs.top else ""
+        token_id, texts = logprobs.token_id, self._texts
+        would_add = ["" if texts is None else texts.would_add(likely) for likely, _ in logprobs.top]
+        text = _by_id(token_id) if texts is None else texts.push(token_id)
         top: list[tuple[str | None, float]] = []
         names = {text}
-        for likely, likely_logprob in logprobs.top:
+        for (likely, likely_logprob), added in zip(logprobs.top, would_add, strict=True):
             name = None
             if likely != token_id:
-                name = self._decode([*self._neighbours, likely])[len(before) :]
-                name = name if name and name not in names else _by_id(likely)  # it shows as nothing, or as another does
+                name = added if added and added not in names else _by_id(likely)  # it shows as nothing, or as another
                 names.add(name)
             top.append((name, max(likely_logprob, MIN_LOGPROB)))
         self._held.append(LogprobEntry(text, self._num_decoded, max(logprobs.logprob, MIN_LOGPROB), top))
-        self._num_decoded += 0 if self._texts is None else len(text)
-        self._neighbours = [*self._neighbours, token_id][-NUM_NEIGHBOURS:]
+        self._num_decoded += 0 if texts is None else len(text)
 
     def _rest(self) -> list[LogprobEntry]:
         """All that is left, when the answer is complete: what was held back belongs to the last token."""
@@ -110,9 +102,6 @@ class ChoiceLogprobs:
                 each.offset = min(each.offset, self._num_shown)
                 each.text = each.text[: self._num_shown - each.offset]
         return entries
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return "" if self._tokenizer is None else self._tokenizer.decode(token_ids)
 
 
 class ChoiceTokens:

@@ -2,6 +2,10 @@
 
 A body of a megabyte takes tens of milliseconds to parse, an answer with thousands of log probabilities seconds to
 write. In a thread it would hold the GIL as long; so it is done in slices, and the event loop turns between two of them.
+
+It sleeps between them, too. A loop that is always busy gives the GIL up only while it polls, for some microseconds: it
+has it back before another thread wakes, and that thread's wait of 5 ms, after which it would be given the GIL, starts
+again. So a prompt could wait for the thread that tokenises it until another client's long answer was written.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ Result = TypeVar("Result")
 
 SLICE: Final = 512
 """The most tokens and log probabilities that are written in one slice: some milliseconds."""
+PAUSE_SECONDS: Final = 0.001
+"""The event loop's sleep between two slices: as short as a poll can wait."""
 
 
 class Turns:
@@ -22,12 +28,16 @@ class Turns:
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
+        self._num_done = SLICE  # since the last pause
 
     @asynccontextmanager
-    async def slice(self) -> AsyncIterator[None]:
-        """A context for one slice. Everything else that is ready runs before it."""
+    async def slice(self, size: int = SLICE) -> AsyncIterator[None]:
+        """A context for one piece of work, in tokens and log probabilities. Small pieces share a slice."""
         async with self._lock:
-            await asyncio.sleep(0)
+            self._num_done += size
+            if self._num_done > SLICE:
+                await asyncio.sleep(PAUSE_SECONDS)
+                self._num_done = size
             yield
 
     async def run(self, work: Generator[None, None, Result]) -> Result:

@@ -296,7 +296,8 @@ class Workers:
                     limit.reschedule(0)
             first.set()
             with suppress(TimeoutError):
-                await asyncio.wait_for(worker.look_now.wait(), self._check_seconds)
+                async with asyncio.timeout(self._check_seconds):  # Python 3.11's wait_for may ignore a cancellation
+                    await worker.look_now.wait()
             worker.look_now.clear()
 
     async def _look(self, worker: Worker) -> Mapping[str, float]:

@@ -34,6 +34,7 @@ from minicache.serving.replica.messages import (
     AbortRequest,
     AddRequest,
     AskPicture,
+    Caught,
     EngineInfo,
     FromEngine,
     Picture,
@@ -93,6 +94,7 @@ class Replica:
         start_error: why its process could not be started last; None once it is ready.
         streams: request id → stream, of its requests with unfinished answers.
         num_unfinished: these answers.
+        num_caught: steps with log probabilities that were handled, and not confirmed yet.
         num_starts: how often a process was started.
         heard_at: when it said something last, or got a request after it had none (time.monotonic()).
         num_idle: so many times in a row it was looked at, every WATCH_SECONDS, and had done nothing for its requests.
@@ -109,6 +111,7 @@ class Replica:
         self.start_error: Exception | None = None
         self.streams: dict[int, TokenStream] = {}
         self.num_unfinished = 0
+        self.num_caught = 0
         self.num_starts = 0
         self.heard_at = 0.0
         self.num_idle = 0
@@ -170,6 +173,12 @@ class Replica:
     def tell(self, message: ToEngine) -> None:
         """Encode a message, and send it."""
         self.send(encode(message))
+
+    def confirm(self) -> None:
+        """Let it go on, if it waits for log probabilities to be handled."""
+        if self.num_caught:
+            self.tell(Caught(self.num_caught))
+            self.num_caught = 0
 
     def has_drawn(self) -> None:
         """A picture has come, or none will."""
@@ -359,6 +368,7 @@ class EngineClient(RemoteEngine):
     def _dispatch(self, replica: Replica, step: StepResult) -> None:
         """Give what a step gave to the streams, as `AsyncEngine.dispatch`; `_flush` gives it to the clients."""
         streams = replica.streams
+        replica.num_caught += bool(step.logprobs)
         self.on_stats(replica.number, step.stats)
         for request_id in step.accepted:
             if (stream := streams.get(request_id)) is not None:
@@ -372,8 +382,7 @@ class EngineClient(RemoteEngine):
             logprobs = None
             if step.logprobs and position in step.logprobs:
                 assert token_id is not None
-                logprob, top = step.logprobs[position]
-                logprobs = TokenLogprobs(token_id, logprob, tuple(top))
+                logprobs = TokenLogprobs(token_id, *step.logprobs[position])
             try:
                 if finish_reason == "error":
                     raise StepFailedError("sampling failed")
@@ -483,6 +492,7 @@ class EngineClient(RemoteEngine):
                 while time.perf_counter() - begun < MAX_PAUSE and int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     self._handle(replica, decode_from_engine(await socket.recv(zmq.NOBLOCK)))
                 self._flush()
+                replica.confirm()
             except Exception as error:
                 logger.critical("a message of engine %d cannot be handled", replica.number, exc_info=error)
                 replica.kill()

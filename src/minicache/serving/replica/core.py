@@ -23,6 +23,7 @@ from minicache.serving.replica.messages import (
     AbortRequest,
     AddRequest,
     AskPicture,
+    Caught,
     FromEngine,
     Picture,
     Refused,
@@ -41,6 +42,10 @@ logger = logging.getLogger("minicache")
 
 COMPILE_POLL: Final = 1
 """Milliseconds. With nothing else to do, it is looked so often whether a constraint is compiled."""
+
+MAX_AHEAD: Final = 2
+"""So many steps with log probabilities may be on their way. A step's tokens are handled in a fraction of its time, but
+not 20 log probabilities of each: those of a fast engine would pile up, and all clients' next tokens behind them."""
 
 
 class EngineCore:
@@ -61,6 +66,7 @@ class EngineCore:
         # Requests whose constraint is compiled in a thread, which does not hold the GIL: steps go on.
         self._compiler = ThreadPoolExecutor(1, "minicache-grammars")
         self._compiling: dict[int, tuple[AddRequest, Future[Any]]] = {}
+        self._num_ahead = 0  # steps with log probabilities, on their way
         stats = SchedulerStats(llm.scheduler, self._stats.extend)
         llm.scheduler = observe(llm.scheduler, stats, self._view, self._last_step)
 
@@ -79,9 +85,9 @@ class EngineCore:
                 self._obey(message)
             if self._compiling:
                 self._add_compiled()
-            if self._news.accepted or self._news.refused or (self._stats and not llm.has_unfinished):
+            if self._news.accepted or self._news.refused or (self._stats and not self._has_step):
                 self._send_news()  # clients need not wait for the step
-            if llm.has_unfinished:
+            if self._has_step:
                 try:
                     chunks = llm.step()
                 except RankDiedError:
@@ -91,9 +97,13 @@ class EngineCore:
                 else:
                     self._send_step(chunks)
 
+    @property
+    def _has_step(self) -> bool:
+        return self._llm.has_unfinished and self._num_ahead < MAX_AHEAD
+
     def _receive(self) -> ToEngine | None:
         """The next message. None if there is none and there is a step to run, or news to send."""
-        is_idle = not (self._llm.has_unfinished or self._news.accepted or self._news.refused or self._stats)
+        is_idle = not (self._has_step or self._news.accepted or self._news.refused or self._stats)
         if is_idle and self._compiling:
             is_idle = bool(self._socket.poll(COMPILE_POLL))
         if is_idle or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -115,6 +125,8 @@ class EngineCore:
                 self._llm.abort_request(message.request_id)
             case StopAnswer():
                 self._llm.stop_answer(message.request_id, message.index)
+            case Caught():
+                self._num_ahead -= message.num_steps
             case AskPicture():
                 picture = self._view.snapshot()
                 version = picture["version"]
@@ -153,7 +165,8 @@ class EngineCore:
         news.tokens = [(each.request_id, each.index, each.token_id, each.finish_reason) for each in chunks]  # type: ignore[misc]
         for position, chunk in enumerate(chunks):
             if chunk.logprobs is not None:
-                news.logprobs[position] = (chunk.logprobs.logprob, list(chunk.logprobs.top))
+                news.logprobs[position] = (chunk.logprobs.logprob, chunk.logprobs.packed)
+        self._num_ahead += bool(news.logprobs)
         self._send_news()
 
     def _send_news(self) -> None:

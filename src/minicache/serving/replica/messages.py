@@ -67,6 +67,12 @@ class AskPicture(Message, tag="ask"):
     known: int
 
 
+class Caught(Message, tag="caught"):
+    """The log probabilities of so many steps have been handled."""
+
+    num_steps: int
+
+
 class Shutdown(Message, tag="end"):
     """End the process."""
 
@@ -143,14 +149,15 @@ class StepResult(Message, tag="step"):
         accepted: requests that were taken.
         refused: requests that were not taken, or have failed.
         stats: what has changed in the engine's numbers.
-        logprobs: position in `tokens` → the token's log probability, and the likeliest tokens with theirs.
+        logprobs: position in `tokens` → the token's log probability, and the likeliest tokens with theirs, packed as
+            those of `TokenLogprobs`.
     """
 
     tokens: list[Token] = []
     accepted: list[int] = []
     refused: list[Refused] = []
     stats: list[Update] = []
-    logprobs: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+    logprobs: dict[int, tuple[float, bytes]] = {}
 
 
 class Picture(Message, tag="picture"):
@@ -165,7 +172,7 @@ class Picture(Message, tag="picture"):
     json: bytes
 
 
-ToEngine = AddRequest | AbortRequest | StopAnswer | AskPicture | Shutdown
+ToEngine = AddRequest | AbortRequest | StopAnswer | AskPicture | Caught | Shutdown
 FromEngine = Progress | Ready | StartFailed | StepResult | Picture
 
 encode: Final = msgspec.msgpack.Encoder().encode

@@ -16,7 +16,7 @@ from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import EngineStoppedError, QueueFullError
 from minicache.serving.replica.messages import AddRequest, EngineInfo, Update
-from minicache.serving.replica.stream import SingleTokens, TokenStream
+from minicache.serving.replica.stream import ShortTexts, TokenStream
 
 
 class Slots:
@@ -59,6 +59,7 @@ class RemoteEngine(Slots, ABC):
 
     Attributes:
         tokenizer: as above.
+        decoder: the same, and remembers short texts; or None.
         num_unfinished: admission slots that are taken.
         is_draining: whether new requests are refused because the server is to stop.
         finished_at: when the last answers finished, the newest last; empty when none is unfinished.
@@ -73,7 +74,7 @@ class RemoteEngine(Slots, ABC):
         self.finished_at: deque[float] = deque(maxlen=64)
         self.on_info: Callable[[int, EngineInfo], object] = lambda number, info: None
         self.on_stats: Callable[[int, Sequence[Update]], object] = lambda number, updates: None
-        self._decoder = None if tokenizer is None else SingleTokens(tokenizer)
+        self.decoder = None if tokenizer is None else ShortTexts(tokenizer)
         self._names = count()
 
     # What differs
@@ -196,9 +197,9 @@ class RemoteEngine(Slots, ABC):
         self.check_admission(params.n)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
-        stream = TokenStream(next(self._names), prompt, params, self._decoder, self.leave)
-        ends = self._decoder is not None and (not params.ignore_eos or params.is_constrained)
-        end = self._decoder.end_token_ids if self._decoder is not None and ends else ()
+        stream = TokenStream(next(self._names), prompt, params, self.decoder, self.leave)
+        ends = self.decoder is not None and (not params.ignore_eos or params.is_constrained)
+        end = self.decoder.end_token_ids if self.decoder is not None and ends else ()
         for_engine = replace(params, stop=(), stop_token_ids=(*params.stop_token_ids, *end))
         name, arrival = stream.request_id, stream.arrival_time
         self.send(stream, AddRequest(name, list(prompt), for_engine, num_logprobs, priority, cache_salt, arrival))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Final
 
 from minicache.engine.answers import Chunk, TokenLogprobs
 from minicache.engine.async_engine import AnswerStream
@@ -14,21 +16,24 @@ from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
 from minicache.serving.replica.messages import Update
 
-__all__ = ["SingleTokens", "TokenStream"]
+__all__ = ["ShortTexts", "TokenStream"]
+
+MAX_TEXTS: Final = 2**16
+"""So many texts are remembered: some 10 MB."""
 
 
-class SingleTokens:
+class ShortTexts:
     """A tokenizer for `TextStream`, which has every token decoded twice: with the one before it, and by itself.
 
     Args:
-        tokenizer: what decodes; the texts of single tokens are remembered.
+        tokenizer: what decodes; the texts of one and two tokens are remembered.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.end_token_id = tokenizer.end_token_id
         self.end_token_ids = end_token_ids(tokenizer)
         self._tokenizer = tokenizer
-        self._texts: dict[int, str] = {}
+        self._remembered = lru_cache(MAX_TEXTS)(lambda *ids: tokenizer.decode(ids))
 
     def encode(self, text: str) -> list[int]:
         """As the tokenizer."""
@@ -36,12 +41,7 @@ class SingleTokens:
 
     def decode(self, ids: Sequence[int], /) -> str:
         """As the tokenizer."""
-        if len(ids) != 1:
-            return self._tokenizer.decode(ids)
-        text = self._texts.get(ids[0])
-        if text is None:
-            text = self._texts[ids[0]] = self._tokenizer.decode(ids)
-        return text
+        return self._remembered(*ids) if len(ids) <= 2 else self._tokenizer.decode(ids)
 
 
 class TokenStream(AnswerStream):

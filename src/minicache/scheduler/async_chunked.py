@@ -1,0 +1,262 @@
+"""Asynchronous scheduling: step n + 1 is scheduled while the model runs step n.
+
+Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts
+on a placeholder for each; and what a token decides, whether its request has finished, is noticed one step late (as in
+vLLM's AsyncScheduler). Pure standard library.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Unpack
+
+from minicache.errors import InvariantError
+from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
+from minicache.scheduler.output import SchedulerOutput
+
+
+class AsyncChunkedScheduler(ChunkedPrefillScheduler):
+    """`ChunkedPrefillScheduler`, of which `schedule()` may be called while one step is outstanding.
+
+    The loop of an engine that overlaps: `schedule()`, start the model on that step, wait for the step before, commit
+    that one (`update_from_output`). If each step is committed before the next, this is phase 9's scheduler.
+
+    **Ahead of the tokens.** `schedule()` first counts the outstanding step as computed (`count`). A request whose
+    tokens are then all computed has one more on its way, its placeholder (`Request.num_placeholders`), and the new step
+    computes that: one token, at a position that is known, with a value that is not. A request whose last token is on
+    its way is passed over. It keeps its batch slot and its blocks until the commit.
+
+    **One step late.** A stop token is noticed when the next step has scheduled the request again. It leaves, its blocks
+    are freed, and its token of that next step is dropped. The step may still write into the freed blocks; the steps run
+    one after the other, so what a later step writes there stays. A request that is preempted while its token is on its
+    way gives up its placeholder. The token is then *stale*: the commit appends it, and it may finish the request, but
+    it changes no counter.
+
+    **Prefix cache.** A block is cached when all its tokens are known and scheduled. So a block that decode fills is
+    cached one `schedule()` later than in phase 9, or at the commit, if that comes first.
+
+    Arguments and errors are `ChunkedPrefillScheduler`'s.
+
+    Attributes:
+        outstanding: the oldest step that was not committed; None if there is none.
+        ahead: the step that was scheduled while that one was outstanding; else None.
+    """
+
+    overlaps = True
+
+    def __init__(self, **options: Unpack[ChunkedOptions]) -> None:
+        super().__init__(**options)
+        self.ahead: SchedulerOutput | None = None
+        self._awaited: list[Request] = []  # of the outstanding step, if it is counted: those that get a token
+        self._capacity = self.pool.num_blocks * self.pool.block_size  # tokens of the whole pool
+        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # tokens of a finished request
+
+    # Ahead of the tokens
+
+    def schedule(self) -> SchedulerOutput:
+        """As `Scheduler.schedule`; but a step that is outstanding is counted (`count`) and stays outstanding.
+
+        Returns:
+            The step's work. It is `ahead` if another step is outstanding.
+
+        Raises:
+            ValueError: two steps are outstanding. Nothing has changed: commit the older one, or call `recover`.
+        """
+        if self.ahead is not None:
+            raise ValueError("two steps are outstanding: commit the older one (update_from_output), or call recover()")
+        before, self.outstanding = self.outstanding, None
+        if before is not None:
+            self.count(before)
+        output = super().schedule()
+        if before is not None:
+            self.outstanding, self.ahead = before, output
+        return output
+
+    def count(self, output: SchedulerOutput) -> None:
+        """Count the tokens of a step as computed, before the tokens that it generates are known.
+
+        For each request of the step that is still RUNNING, num_computed_tokens grows by the number that the step
+        scheduled. If no token is left to compute, the step generates one: num_placeholders is 1, and the request is
+        noted in `_awaited`, in batch order.
+
+        Args:
+            output: the outstanding step; no other is.
+        """
+        self._awaited = []
+        for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+            if request.status is not RequestStatus.RUNNING:  # finished from outside
+                continue
+            request.num_computed_tokens += num_new
+            if request.num_computed_tokens == request.num_prompt_tokens + len(request.output_token_ids):
+                request.num_placeholders = 1
+                self._awaited.append(request)
+
+    def num_uncomputed(self, request: Request) -> int:
+        """Tokens that a request of the batch has left to compute, its placeholder included.
+
+        0 if its last token is on its way: with the placeholder it has max_tokens of output, or max_model_len tokens, or
+        more tokens than the whole pool can hold.
+        """
+        num_outputs = len(request.output_token_ids) + request.num_placeholders
+        num_tokens = request.num_prompt_tokens + num_outputs
+        if request.num_placeholders and (num_outputs >= request.max_tokens or num_tokens >= self._longest):
+            return 0
+        return num_tokens - request.num_computed_tokens
+
+    def blocks_missing(self, request: Request) -> int:
+        """As `ChunkedPrefillScheduler.blocks_missing`, for a chunk of `num_uncomputed` tokens."""
+        num_new = min(self.num_uncomputed(request), self._max_chunk, self.token_budget)
+        if not num_new:
+            return 0
+        missing = -(-(request.num_computed_tokens + num_new) // self.pool.block_size) - len(request.block_ids)
+        return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
+
+    def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
+        """As `ChunkedPrefillScheduler.schedule_tokens`, for a chunk of `num_uncomputed` tokens."""
+        num_new = min(self.num_uncomputed(request), self._max_chunk, self.token_budget)
+        if num_new:
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.scheduled.append(request)
+            self.token_budget -= num_new
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        """As `ChunkedPrefillScheduler.schedule_running`; but blocks are cached at once, as far as tokens are known.
+
+        No placeholder is hashed. A block that the step fills with one is cached when its value is known: by the next
+        `schedule()`, which looks one token further back for that, or by `update_from_output`.
+        """
+        super().schedule_running(output)
+        self._filled.clear()  # noted as if all tokens were known
+        if not self.prefix_caching:
+            return
+        for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+            num_known = request.num_prompt_tokens + len(request.output_token_ids)
+            stop = min(request.num_computed_tokens + num_new, num_known)
+            if stop % self.pool.block_size <= num_new:
+                self.cache_blocks(request, max(0, stop - num_new - 1), stop)
+
+    # One step late
+
+    def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
+        """Commit the oldest outstanding step, as `Scheduler.update_from_output`; it is counted once (`count`).
+
+        Each unfinished request that the step generates a token for gets it (`append_token`), and may finish. That
+        includes waiting ones: theirs are stale tokens. Blocks that the step has filled are cached first
+        (`cache_computed`), while requests that finish have them.
+
+        Args:
+            output: the oldest outstanding step.
+            token_ids: as for `Scheduler.update_from_output`. Tokens for requests that have finished since, and for
+                those with prompt left to compute, are ignored.
+
+        Returns:
+            The requests that have just finished, in batch order. They hold nothing, though the step `ahead` may compute
+            them.
+
+        Raises:
+            ValueError, TypeError: as `Scheduler.update_from_output`. Nothing has changed.
+        """
+        self.check_commit(output, token_ids)
+        if self.ahead is None:
+            self.count(output)
+        self.cache_computed()
+        finished = [
+            request
+            for request in self._awaited
+            if not request.status.is_finished and self.append_token(request, token_ids[request.request_id])
+        ]
+        self.outstanding, self.ahead, self._awaited = self.ahead, None, []
+        if finished:
+            self.running = [request for request in self.running if not request.status.is_finished]
+            for request in finished:
+                if self.waiting.get(request.request_id) is request:
+                    self.waiting.remove(request)
+                self.release(request)
+                del self._requests[request.request_id]
+        return finished
+
+    def check_commit(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
+        """Raise unless `token_ids` are tokens of the oldest outstanding step, and none is missing. Changes nothing.
+
+        Raises:
+            ValueError, TypeError: as `update_from_output`.
+        """
+        if output is not self.outstanding:
+            raise ValueError(
+                "this output is not the oldest outstanding step: it was already committed or given up, or an older one "
+                "has to be committed first"
+            )
+        scheduled = output.num_scheduled_tokens
+        if token_ids.keys() != scheduled.keys():
+            if strangers := token_ids.keys() - scheduled.keys():
+                raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
+            awaited = self._awaited
+            if self.ahead is None:  # the step is not counted yet
+                pairs = zip(output.scheduled, scheduled.values(), strict=True)
+                awaited = [each for each, num_new in pairs if each.num_computed_tokens + num_new == each.num_tokens]
+            for request in awaited:
+                if request.request_id not in token_ids and not request.status.is_finished:
+                    raise ValueError(f"no token for request {request.request_id!r}, whose last token was computed")
+        for token in token_ids.values():
+            if type(token) is not int:
+                raise TypeError(
+                    f"a token id must be an int; got {type(token).__name__}: .tolist() or int() makes it one"
+                )
+            if token < 0:
+                raise ValueError(f"a token id must be at least 0, got {token}")
+
+    def append_token(self, request: Request, token: int) -> bool:
+        """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
+
+        Returns:
+            Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of
+            `Scheduler.update_from_output`; or as FINISHED_CAPACITY, if the whole pool cannot hold its tokens and the
+            step `ahead` has passed it over for that.
+        """
+        request.num_placeholders = 0
+        request.output_token_ids.append(token)
+        if token in request.stop_token_ids and not request.ignore_eos:
+            request.status = RequestStatus.FINISHED_STOPPED
+        elif len(request.output_token_ids) >= request.max_tokens or request.num_tokens == self.max_model_len:
+            request.status = RequestStatus.FINISHED_LENGTH
+        elif self.ahead is not None and request.num_tokens > self._capacity:
+            request.status = RequestStatus.FINISHED_CAPACITY
+        return request.status.is_finished
+
+    def cache_computed(self) -> None:
+        """Cache the blocks that the outstanding step has filled with tokens which `schedule_running` did not know.
+
+        A request that was preempted since has no blocks, and nothing of it is cached.
+        """
+        for request in self._awaited if self.prefix_caching else ():
+            num_computed = request.num_computed_tokens
+            if request.status is RequestStatus.RUNNING and num_computed % self.pool.block_size == 0:
+                self.cache_blocks(request, num_computed - 1, num_computed)
+
+    def release(self, request: Request) -> None:
+        """As `ChunkedPrefillScheduler.release`; a request without blocks has no placeholder.
+
+        So a token that is on its way to it is stale if it was preempted, and dropped if it has finished.
+        """
+        super().release(request)
+        request.num_placeholders = 0
+
+    def recover(self) -> None:
+        """As `ChunkedPrefillScheduler.recover`; both steps are given up, and tokens on their way are lost."""
+        self.ahead, self._awaited = None, []
+        super().recover()
+
+    def check(self) -> None:
+        """As `ChunkedPrefillScheduler.check`; and the running requests with a token on its way have a placeholder each.
+
+        Raises:
+            InvariantError: the books do not agree.
+        """
+        super().check()
+        awaited = set(map(id, self._awaited)) if self.ahead is not None else set()
+        for request in self._requests.values():
+            expected = request.status is RequestStatus.RUNNING and id(request) in awaited
+            if request.num_placeholders != expected:
+                raise InvariantError(f"{request!r} has {request.num_placeholders} placeholders, should be {expected:d}")

@@ -12,6 +12,7 @@
 | `async_chunked` | "async" | phase 12 | when: a step is scheduled while the one before runs |
 | `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
 | `grouped` | "chunked" | phase 12 | with `windows`: blocks for several groups of layers |
+| `tiered` | any with `prefix_caching` | phase 12 | with `tiers`: which blocks come from there, and go there |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
 
@@ -21,7 +22,7 @@ Pure standard library.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from minicache.scheduler.async_chunked import AsyncChunkedScheduler
 from minicache.scheduler.base import Scheduler
@@ -36,6 +37,7 @@ from minicache.scheduler.queue import RequestQueue
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 from minicache.scheduler.static import StaticBatchScheduler
+from minicache.scheduler.tiered import TierPolicy, Tiers, with_tiers
 
 __all__ = [
     "SCHEDULERS",
@@ -106,6 +108,8 @@ def create_scheduler(
     num_speculative_tokens: int = 0,
     windows: Sequence[int | None] | None = None,
     prefix_cache_retention: int | None = 0,
+    tiers: Tiers | None = None,
+    tier_policy: TierPolicy = "write_through",
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -132,6 +136,9 @@ def create_scheduler(
             without speculation.
         prefix_cache_retention: with windows, how much of the groups that have one the prefix cache keeps, as
             `GroupedScheduler` says: a multiple of block_size, or None for all of it.
+        tiers: what is below the prefix cache, which there is then; None: nothing. Not with "static", "continuous" or
+            windows.
+        tier_policy: when a block goes down: "write_through", once it is full, or "write_back", once it is evicted.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -140,6 +147,10 @@ def create_scheduler(
     options: dict[str, Any] = locals()
     require_scheduler(name)
     require_paged_options(preemption, num_host_blocks, watermark)
+    if tiers is not None:
+        options["prefix_caching"] = True
+        if windows is not None:
+            raise ValueError("tiers: they have blocks of one group of layers; leave out windows")
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
         if unused is not None and type(options[option]) is not type(unused):
@@ -153,4 +164,7 @@ def create_scheduler(
     cls = next((cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used), None)
     if cls is None:
         raise ValueError(f'no stage of "{name}" has {" and ".join(sorted(used))} together: leave one of them out')
-    return cls(**{option: options[option] for option in cls.Options.__annotations__})
+    given = {option: options[option] for option in cls.Options.__annotations__}
+    if tiers is None:
+        return cls(**given)
+    return with_tiers(cast("type[PrefixCachingScheduler]", cls))(tiers=tiers, tier_policy=tier_policy, **given)  # type: ignore[call-arg]

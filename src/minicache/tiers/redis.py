@@ -1,7 +1,7 @@
 """A tier in Redis, for a fleet: what one engine has computed, another one loads.
 
-Redis bounds its memory itself: give the server a `maxmemory`, and `maxmemory-policy allkeys-lru`. Without them it grows
-until the machine's memory ends.
+Redis bounds its memory itself: start it with "--maxmemory 2gb --maxmemory-policy allkeys-lru", for instance. Without a
+bound it grows until the machine's memory ends.
 """
 
 from __future__ import annotations

@@ -198,28 +198,39 @@ class TierStack:
         return 0
 
     def _read(self, tier: Tier, keys: Sequence[Key]) -> list[bytes]:
-        """The blocks of the longest prefix of `keys` that one tier has. A corrupt one is dropped."""
+        """The blocks of the longest prefix of `keys` that one tier has.
+
+        A corrupt one is dropped, with those behind it: they will be computed, and stored anew, also if they are corrupt
+        too.
+        """
         blocks: list[bytes] = []
         if self._is_usable(tier, "load"):
             try:
                 num_found = tier.lookup(keys)
                 for key, record in zip(keys, tier.load(keys[:num_found]) if num_found else (), strict=False):
-                    try:
-                        block = unseal(key, record)
-                        if len(block) != self._block_nbytes:
-                            raise CorruptBlockError(f"a block of {len(block)} bytes, not {self._block_nbytes}")
-                    except CorruptBlockError as error:
-                        logger.warning("tier %s: %s: its tokens are computed again", tier.name, error)
-                        self._count("errors", tier)
-                        tier.discard([key])
-                        break
-                    blocks.append(block)
+                    block = self._opened(key, record)
+                    blocks.append(block)  # one by one: those before a corrupt one stay
+            except CorruptBlockError as error:
+                logger.warning("tier %s: %s: its tokens are computed again", tier.name, error)
+                self._count("errors", tier)
+                self._each(lambda tier: tier.discard(keys[len(blocks) :]), [tier])
             except Exception as error:
                 self._count("errors", tier)
                 self._pause(tier, "load", error)
         self._count("hits", tier, len(blocks))
         self._count("loaded_bytes", tier, sum(map(len, blocks)))
         return blocks
+
+    def _opened(self, key: Key, record: bytes) -> bytes:
+        """What a record holds.
+
+        Raises:
+            CorruptBlockError: not what was stored, or not a block of this size.
+        """
+        block = unseal(key, record)
+        if len(block) != self._block_nbytes:
+            raise CorruptBlockError(f"a stored block has {len(block)} bytes instead of {self._block_nbytes}")
+        return block
 
     def _queue(self, key: Key, block: bytes, tiers: Sequence[Tier]) -> None:
         """Have a block stored in some tiers, unless too much is waiting for that."""

@@ -131,6 +131,31 @@ def test_a_head_may_come_in_one_piece_but_not_be_longer_than_one_in_many(server:
     assert b"65,536 bytes" in refused
 
 
+def test_a_target_has_8192_bytes_at_most(server: Any) -> None:
+    def ask(nbytes: int) -> bytes:
+        with server.connect() as connection:
+            target = b"/health?" + b"a" * (nbytes - 8)
+            connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return read_all(connection)
+
+    assert ask(8192).startswith(b"HTTP/1.1 200 ")
+    assert ask(8193).startswith(b"HTTP/1.1 414 ")
+    assert ask(60_000).startswith(b"HTTP/1.1 414 ")
+
+
+def test_a_request_has_256_headers_at_most(server: Any) -> None:
+    def ask(number: int) -> bytes:
+        with server.connect() as connection:
+            more = b"".join(b"X-%d: a\r\n" % each for each in range(number - 2))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + more + b"\r\n")
+            return read_all(connection)
+
+    assert ask(256).startswith(b"HTTP/1.1 200 ")
+    refused = ask(257)
+    assert refused.startswith(b"HTTP/1.1 431 ")
+    assert b"more than 256 headers" in refused
+
+
 def test_a_head_behind_a_body_is_counted_from_its_beginning(server: Any) -> None:
     with server.connect() as connection:
         connection.sendall(post(b" " * 200_000) + b"GET /health HTTP/1.1\r\nX-A: " + b"a" * 60_000 + b"\r\n\r\n")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from minicache.engine.constraints import Constraint
 from minicache.engine.kv import ModelConfig
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
@@ -112,6 +113,7 @@ class Answer:
         num_chunks: how many chunks were emitted.
         num_logprobs: how many of the likeliest tokens each chunk is to have; None: no log probabilities.
         logprobs: those of tokens that have no chunk yet.
+        constraint: which tokens it may have; None: all.
     """
 
     request: Request
@@ -123,6 +125,7 @@ class Answer:
     num_chunks: int = 0
     num_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    constraint: Constraint | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -153,7 +156,8 @@ def new_answers(
 ) -> list[Answer]:
     """One prompt as n answers, each with its request and all that it needs, if they can be served.
 
-    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
+    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`): a constraint lets these
+    come only where its text may end. Their max_tokens is at
     most what max_model_len leaves room for after the prompt.
 
     Args:
@@ -182,7 +186,7 @@ def new_answers(
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
     token_ids = prompt_token_ids(prompt, config.vocab_size, max_model_len, tokenizer)
-    end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
+    end = () if params.ignore_eos and not params.is_constrained else all_end_token_ids(config, tokenizer)
     first = Request(
         request_id,
         token_ids,

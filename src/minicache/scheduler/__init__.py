@@ -13,6 +13,7 @@
 | `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
 | `vllm_options` | "chunked" | – | with `long_prefill_threshold` or `watermark`: these two, as vLLM has them |
 | `vllm_priority` | "chunked" | – | with `policy="priority"`: the order and the victims, as vLLM has them |
+| `grouped` | "chunked" | phase 12 | with `windows`: blocks for several groups of layers |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
 
@@ -21,6 +22,7 @@ Pure standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from minicache.scheduler.async_chunked import AsyncChunkedScheduler
@@ -28,6 +30,7 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
+from minicache.scheduler.grouped import GroupedScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedScheduler, Preemption, require_paged_options
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
@@ -45,6 +48,7 @@ __all__ = [
     "ChunkedPrefillScheduler",
     "ContinuousBatchScheduler",
     "FairScheduler",
+    "GroupedScheduler",
     "PagedScheduler",
     "PrefixCachingScheduler",
     "RequestQueue",
@@ -65,7 +69,7 @@ SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
     "continuous": (ContinuousBatchScheduler,),
     "paged": (PagedScheduler, SharingScheduler),
     "fair": (FairScheduler, SharingScheduler),
-    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler, VllmPriorityScheduler),
+    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler, VllmPriorityScheduler, GroupedScheduler),
     "async": (AsyncChunkedScheduler,),
 }
 """Stages by name, in the order in which the course builds them: of a name's classes, `create_scheduler` makes the first
@@ -77,6 +81,7 @@ _UNUSED: Final = {  # options that not every stage has: what they are if unused,
     "reserve_full_prompt": (True, 'computes a prompt in one step; take "chunked"'),
     "num_speculative_tokens": (0, 'computes one token of a request in decode; take "chunked"'),
     "policy": ("fair", 'has an order of its own; take "chunked"'),
+    "windows": (None, 'has one kind of cache; take "chunked"'),
 }
 
 
@@ -107,6 +112,8 @@ def create_scheduler(
     reserve_full_prompt: bool = True,
     num_speculative_tokens: int = 0,
     policy: Policy = "fair",
+    windows: Sequence[int | None] | None = None,
+    prefix_cache_retention: int | None = 0,
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -131,7 +138,12 @@ def create_scheduler(
             chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
         num_speculative_tokens: the most draft tokens of a request in one step; 0: no speculation. For "chunked" only.
         policy: "fair": phase 7's, with its bound on how long a request waits; or "priority": vLLM's, which has none.
-            For "chunked", without speculation.
+            "priority" is for "chunked" only, without speculation and windows.
+        windows: of a model with several groups of layers, one entry a group: the tokens that its layers see, the newest
+            included, or None for all. None: one kind of cache, which sees all. For "chunked" only, with recompute and
+            without speculation.
+        prefix_cache_retention: with windows, how much of the groups that have one the prefix cache keeps, as
+            `GroupedScheduler` says: a multiple of block_size, or None for all of it.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -143,15 +155,17 @@ def create_scheduler(
     require_paged_options(preemption, num_host_blocks, watermark)
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
-        if type(options[option]) is not type(unused):
+        if unused is not None and type(options[option]) is not type(unused):
             raise TypeError(f"{option} must be of type {type(unused).__name__}; got {options[option]!r}")
         if options[option] != unused:
             used.add(option)
             if not has_option(name, option):
                 raise ValueError(f'{option}: "{name}" {otherwise}')
+    if windows is None and prefix_cache_retention != 0:
+        raise ValueError("prefix_cache_retention: it is of groups with a window; give windows too")
     cls = next((cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used), None)
     if cls is None:
-        raise ValueError(f"no scheduler has all of these: {', '.join(sorted(used))}; leave one of them out")
+        raise ValueError(f'no stage of "{name}" has {" and ".join(sorted(used))} together: leave one of them out')
     if cls is ChunkedPrefillScheduler and (long_prefill_threshold or watermark):
         cls = VllmOptionsScheduler
     return cls(**{option: options[option] for option in cls.Options.__annotations__})

@@ -1,4 +1,7 @@
-"""The auditor for vLLM's priorities: a victim may stand anywhere in the batch. Given, not built. Pure standard library."""
+"""The auditor for vLLM's priorities: a victim may stand anywhere in the batch. Given, not built.
+
+Pure standard library.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.server.test_robustness import HEAD, post, read_all, read_until, strea
 from tests.server.test_running import CERTIFICATE, KEY
 
 from minicache.serving.http.connections import MAX_HEAD_NBYTES, MAX_QUEUED, BoundedProtocol
-from minicache.serving.http.listener import Listener
+from minicache.serving.http.listener import MAX_ACCEPTED, Listener
 from minicache.serving.http.running import TLS
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -310,6 +310,25 @@ def test_without_a_descriptor_asyncio_is_told_once_a_second(monkeypatch: pytest.
         for _ in range(2):
             with pytest.raises(BlockingIOError):
                 listener.accept()
+
+
+def test_a_crowd_is_accepted_in_several_turns() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        listener.listen(100)
+        listener.setblocking(False)
+        for _ in range(MAX_ACCEPTED + 5):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+
+        def accept_all() -> int:
+            number = 0
+            with suppress(BlockingIOError):
+                while True:
+                    listener.accept()[0].close()
+                    number += 1
+            return number
+
+        assert [accept_all() for _ in range(3)] == [MAX_ACCEPTED, 5, 0]
 
 
 def test_a_tls_connection_that_does_not_begin_is_closed(

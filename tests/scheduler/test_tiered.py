@@ -316,6 +316,8 @@ class Machine:
             tier_policy=choose.choice(["write_through", "write_back"]),
             preemption=choose.choice(["recompute", "swap"]),
             num_host_blocks=6,
+            watermark=choose.choice([0.0, 0.1]),
+            **({"policy": choose.choice(["fair", "priority"])} if name == "chunked" else {}),
         )
         self.slots: list[Any] = [None] * (self.scheduler.pool.num_blocks * BLOCK)
         self.host: list[Any] = [None] * (6 * BLOCK)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
@@ -26,6 +27,7 @@ from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
 from minicache.engine.options import EngineOptions, with_options
+from minicache.engine.overlap import Overlap, require_overlap
 from minicache.engine.runners.find import cache_nbytes, find_runner, make_memory
 from minicache.engine.runners.parallel import parallelize, require_combination
 from minicache.engine.runners.verify import SpeculativeRunner
@@ -74,6 +76,7 @@ class LLM(EngineLoop):
         speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
+        overlap: schedules a step while the model runs the one before; None without `async_scheduling`.
 
     Raises:
         CheckpointError: checkpoint, file or folder cannot be read.
@@ -110,6 +113,8 @@ class LLM(EngineLoop):
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if given.cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
+        if given.async_scheduling:
+            require_overlap(scheduler, given.cache, size, config)
         observed = observe(scheduler, *observers) if observers else scheduler
         super().__init__(model, observed, make_memory(model, scheduler, given.cache, held))
         longest = model.config.max_seq_len
@@ -128,6 +133,7 @@ class LLM(EngineLoop):
                 self.max_model_len,
                 enforce_eager=eager,
             )
+        self.overlap = Overlap(self) if given.async_scheduling else None
         self._has_logprobs = False  # whether a request has ever asked for log probabilities
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -271,7 +277,8 @@ class LLM(EngineLoop):
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to compute, or to return."""
-        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork)
+        in_flight = self.overlap is not None and self.overlap.flights
+        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork or in_flight)
 
     @property
     def storage(self) -> PagedStorage | None:
@@ -280,6 +287,12 @@ class LLM(EngineLoop):
 
     # The loop: `EngineLoop`, and what later phases add to it
 
+    def step(self) -> list[Chunk]:
+        """As `EngineLoop.step`; with `async_scheduling`, as `Overlap.step`, which leaves a step in flight."""
+        if self.overlap is None:
+            return super().step()
+        return self.overlap.step(drain=any(map(self._can_be_forked, self._waiting_to_fork)))
+
     def recover(self) -> None:
         """As `EngineLoop.recover`. After an interrupt, such as Ctrl-C, the step is given up as a whole.
 
@@ -287,6 +300,8 @@ class LLM(EngineLoop):
         finished; of the others, tokens that were committed, and not emitted, are computed again.
         """
         error = sys.exception()
+        if self.overlap is not None:
+            self.overlap.give_up()
         if error is not None and not isinstance(error, Exception):
             restore(self.scheduler)
             self.scheduler.recover()
@@ -418,6 +433,9 @@ class LLM(EngineLoop):
             for answer in answers:
                 if self.answers.get(answer.request.request_id) is answer:
                     self.abort_request(answer.request.request_id)
+            if self.overlap is not None and not self.scheduler.has_unfinished:
+                with suppress(Exception):  # of a last step, whose tokens nobody waits for
+                    self._chunks += self.step()
 
     def _begin(self, answers: list[Answer]) -> None:
         """Add all answers, or none: the scheduler gets the requests of all but those that are forked later."""
@@ -447,12 +465,19 @@ class LLM(EngineLoop):
             return False
         if first.status is not RequestStatus.RUNNING:
             self.scheduler.add_request(answer.request)
-        elif self.scheduler.num_running < self.scheduler.max_num_seqs:
+        elif self._can_be_forked(answer) and self.scheduler.outstanding is None:
             scheduler = cast(SharingScheduler, self.scheduler)
             answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
         else:
             return False
         return True
+
+    def _can_be_forked(self, answer: Answer) -> bool:
+        """Whether an answer that waits for its fork can have it, as soon as no step is outstanding."""
+        first = answer.first
+        assert first is not None
+        has_slot = self.scheduler.num_running < self.scheduler.max_num_seqs
+        return first.status is RequestStatus.RUNNING and bool(first.output_token_ids) and has_slot
 
     def answers_of(self, name: RequestId) -> list[RequestId]:
         """The scheduler's ids for the unfinished answers of a request. Does not search `answers`."""
@@ -491,7 +516,8 @@ def make_scheduler(options: EngineOptions, model: Model, speculative: Speculativ
             nbytes = int(nbytes * share_of_target(speculative, model, held))
         given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
-    return create_scheduler(options.scheduler, **given, num_speculative_tokens=num_drafts)
+    name = "async" if options.async_scheduling and options.scheduler == "chunked" else options.scheduler
+    return create_scheduler(name, **given, num_speculative_tokens=num_drafts)
 
 
 def _add_logprobs(answer: Answer) -> None:

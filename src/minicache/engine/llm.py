@@ -101,6 +101,8 @@ class LLM(EngineLoop):
         check_kv_cache_dtype(held, given.cache)
         if size != 1:
             require_combination(size, given.cache)
+        if given.async_scheduling:
+            require_overlap(given)
         found = find_model(model)
         dtype = cast("torch.dtype | None", given.dtype)
         model = load_model(found, dtype, given.device, weight_dtype=given.weight_dtype, tensor_parallel_size=size)
@@ -113,8 +115,6 @@ class LLM(EngineLoop):
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if given.cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
-        if given.async_scheduling:
-            require_overlap(scheduler, given.cache, size, config)
         observed = observe(scheduler, *observers) if observers else scheduler
         super().__init__(model, observed, make_memory(model, scheduler, given.cache, held))
         longest = model.config.max_seq_len
@@ -434,7 +434,7 @@ class LLM(EngineLoop):
                 if self.answers.get(answer.request.request_id) is answer:
                     self.abort_request(answer.request.request_id)
             if self.overlap is not None and not self.scheduler.has_unfinished:
-                with suppress(Exception):  # of a last step, whose tokens nobody waits for
+                with suppress(Exception):  # of a last step, whose tokens no request waits for
                     self._chunks += self.step()
 
     def _begin(self, answers: list[Answer]) -> None:

@@ -19,35 +19,35 @@ from typing import cast
 from minicache.engine.answers import Answer, Chunk, TokenLogprobs
 from minicache.engine.logprobs import token_logprobs
 from minicache.engine.loop import EngineLoop
+from minicache.engine.options import EngineOptions
 from minicache.request import Request, RequestStatus
-from minicache.scheduler import Scheduler, SchedulerOutput
+from minicache.scheduler import SchedulerOutput
 
 
-def require_overlap(scheduler: Scheduler, cache: str, size: int, speculative: object) -> None:
+def require_overlap(options: EngineOptions) -> None:
     """Refuse an engine's options that do not go together with asynchronous scheduling.
 
     Args:
-        scheduler: the engine's.
-        cache: "paged" or "dense".
-        size: the number of processes of the model.
-        speculative: where draft tokens come from; None: there are none.
+        options: of the engine, with async_scheduling.
 
     Raises:
         ValueError: which, and what to do.
     """
-    if not scheduler.overlaps:
+    scheduler: object = options.scheduler
+    if scheduler not in ("chunked", "async") and not getattr(scheduler, "overlaps", False):
+        name = repr(scheduler) if isinstance(scheduler, str) else type(scheduler).__name__
         raise ValueError(
-            f"async_scheduling: a {type(scheduler).__name__} cannot schedule while a step is outstanding: take "
-            f'scheduler="chunked", or leave async_scheduling out'
+            f"async_scheduling: the scheduler {name} cannot schedule while a step is outstanding: take "
+            f'"chunked", or leave out async_scheduling'
         )
-    if cache != "paged":
-        raise ValueError(f'async_scheduling: cache={cache!r} has no blocks to schedule ahead: take cache="paged"')
-    if size != 1:
+    if options.cache != "paged":
+        raise ValueError(f'async_scheduling: a cache {options.cache!r} has no blocks to schedule ahead: take "paged"')
+    if options.tensor_parallel_size != 1:
         raise ValueError(
-            f"async_scheduling: a model on {size} processes runs one step at a time: leave out "
+            f"async_scheduling: a model on {options.tensor_parallel_size} processes runs one step at a time: leave out "
             f"tensor_parallel_size or async_scheduling"
         )
-    if speculative is not None:
+    if options.speculative is not None:
         raise ValueError(
             "async_scheduling: how many draft tokens are accepted is not known when the next step is scheduled: leave "
             "out speculative or async_scheduling"
@@ -185,6 +185,8 @@ class Overlap:
             answer = loop.answers.get(request.request_id)
             if answer is not None and answer.request is request:
                 loop.emit(request.request_id, token_id)
+        if self.flights and loop.scheduler.prefix_caching and None in picked.tokens.values():
+            loop.recover()  # the step in flight may have found blocks of a request that has just failed
         return loop.collect()
 
     def give_up(self) -> None:

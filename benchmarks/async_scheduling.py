@@ -32,7 +32,7 @@ from minicache.model.shelf import find_on_shelf
 
 BATCHES = (1, 8, 64)
 STEPS = {"minigpt": {1: 60, 8: 60, 64: 30}, "smollm2": {1: 20, 8: 16, 64: 6}}
-ROUNDS = {"minigpt": 25, "smollm2": 9}
+ROUNDS = {"minigpt": 60, "smollm2": 20}
 NUM_PROMPT, WARM_UP = 16, 4
 MODES = ("synchronous", "asynchronous")
 

@@ -524,7 +524,7 @@ class LastStep(Observer):
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """A step begins."""
         if scheduler.outstanding is output:
-            self.requests = output.scheduled
+            self.requests, self._ahead = output.scheduled, []
         else:
             self._ahead = output.scheduled
 

@@ -125,7 +125,7 @@ def compared(windows: dict[str, list[tuple[float, float]]], batch: int) -> dict[
 def show(figures: dict[str, Any]) -> None:
     """A table, a line for each model and batch size."""
     table = Table(box=SIMPLE_HEAD, title="A step with and without asynchronous scheduling")
-    for heading in ("model", "requests", "ms", "ms, async", "model waits", "model waits, async", "tokens/s", "median"):
+    for heading in ("model", "requests", "ms", "async", "waits", "async", "tokens/s", "median"):
         table.add_column(heading, justify="left" if heading == "model" else "right")
     for name, its in figures.items():
         for batch, each in its["batches"].items():

@@ -18,7 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.beam import BeamSearchParams
 from minicache.engine.beam_requests import beam_search
+from minicache.engine.kv import PagedMemory
 from minicache.engine.llm import LLM
+from minicache.engine.runners.gpu import GPUModelRunner, eagerly
 from minicache.engine.sampling import SamplingParams
 from minicache.grammar import Tokenizer
 from minicache.kernels import cpu
@@ -108,6 +110,17 @@ def test_the_same_tokens(
         monkeypatch.setattr(cpu, "why_unavailable", lambda: "numba is away for this test")
     llm = overlapping(model, kv_cache_dtype=held, num_blocks=10, block_size=4, max_num_batched_tokens=7)
     assert llm.generate(prompts, GREEDY) == LLM(model, kv_cache_dtype=held).generate(prompts, GREEDY)
+
+
+def test_the_same_tokens_by_a_gpus_runner(model: MiniGPT, prompts: list[list[int]]) -> None:
+    """Padded decode steps and packed ones, here on a CPU; sampled by its own sampler."""
+    params = [SamplingParams(max_tokens=9, ignore_eos=True, temperature=each % 2, seed=each) for each in range(8)]
+    found = []
+    for llm in (LLM(model, num_blocks=64), overlapping(model, max_num_batched_tokens=16)):
+        assert isinstance(llm.memory, PagedMemory)
+        llm.runner = GPUModelRunner(model, llm.memory, 256, eagerly)
+        found.append(llm.generate(prompts, params))
+    assert found[0] == found[1]
 
 
 def test_log_probabilities(model: MiniGPT, prompts: list[list[int]]) -> None:

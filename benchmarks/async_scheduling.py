@@ -2,9 +2,9 @@
 
 Two engines on the same model, one with `async_scheduling=True`, decode 1, 8 and 64 requests in turn. In each round the
 requests are new, so both compute the same steps: WARM_UP steps with the prompts, and then a window of steps that is
-timed. Recorded is the time of a step, and of that the part in which the model does not run: neither its forward pass nor
-the picking of its tokens, wherever their Python runs. Minimum and median of the windows; the ratio is of windows that
-were timed one right after the other. One thread for PyTorch. Two models: the shipped one, and SmolLM2-135M-Instruct
+timed. Recorded is the time of a step, and the part of it in which the model does not run: neither its forward pass nor
+the picking of its tokens, wherever their Python runs. Minimum and median of the windows; the median ratio is of pairs
+of windows, one right after the other. One thread for PyTorch. Two models: the shipped one, and SmolLM2-135M-Instruct
 (`minicache pull smollm2`).
 
     python -m benchmarks.async_scheduling
@@ -85,7 +85,7 @@ class Busy:
 
 def main() -> None:
     torch.set_num_threads(1)
-    models = {"minigpt": load_minigpt(), "smollm2": load_gguf(find_on_shelf("smollm2"))}
+    models: dict[str, MiniGPT | Decoder] = {"minigpt": load_minigpt(), "smollm2": load_gguf(find_on_shelf("smollm2"))}
     figures = {name: of_model(name, model) for name, model in models.items()}
     show(figures)
     record("async_scheduling", {"num_prompt_tokens": NUM_PROMPT, "threads": 1, **figures})

@@ -118,6 +118,10 @@ class MissingExtraError(MinicacheError):
     """A feature needs packages that are not installed. The message has the command to install them."""
 
 
+class ConstraintError(MinicacheError):
+    """A JSON schema, a regular expression or a choice cannot be followed. The message names what is at fault."""
+
+
 class PluginError(MinicacheError):
     """The host engine of a plug-in has an unsupported configuration or behaviour."""
 

@@ -83,6 +83,8 @@ class Request:
         num_preemptions: how often it was preempted.
         num_outputs_at_admission: tokens of output that it had when it was last admitted (phase 9); a fork's is 0.
         block_ids: the blocks that hold its keys and values, in order; position p is in block_ids[p // block_size].
+            With several groups of layers, the first group's.
+        other_block_ids: the same of the other groups (phase 12), a list each.
         host_block_ids: while it is swapped out, the blocks of the CPU swap space that hold them.
         block_hashes: the hashes of its first full blocks (phase 8), as many as were needed so far.
         fork_index: n for the n-th fork of its scheduler (phase 8); 0 if it is none.
@@ -114,6 +116,7 @@ class Request:
         "num_placeholders",
         "num_preemptions",
         "num_prompt_tokens",
+        "other_block_ids",
         "output_token_ids",
         "priority",
         "prompt_token_ids",
@@ -172,6 +175,7 @@ class Request:
         self.num_preemptions = 0
         self.num_outputs_at_admission = 0
         self.block_ids: list[int] = []
+        self.other_block_ids: Sequence[list[int]] = ()
         self.host_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.fork_index = 0
@@ -202,6 +206,18 @@ class Request:
     def finish_reason(self) -> str | None:
         """Why it has finished: "stop", "length", "capacity", "abort" or "error"; None if it has not."""
         return self.status.finish_reason
+
+    @property
+    def group_block_ids(self) -> list[list[int]]:
+        """Its block tables, one for each group of layers (phase 12); the first is `block_ids`.
+
+        In a group with a window, an entry is −1 where no later token sees the block: it has gone back to the pool.
+        """
+        return [self.block_ids, *self.other_block_ids]
+
+    @group_block_ids.setter
+    def group_block_ids(self, tables: list[list[int]]) -> None:
+        self.block_ids, *self.other_block_ids = tables
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """The tokens at positions start … stop − 1 of prompt, output and draft tokens together.

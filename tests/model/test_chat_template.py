@@ -17,8 +17,8 @@ DOUBLES = (
 )
 
 HOSTILE = {
-    "loops": (LOOPS, "it takes more than 1 s to fill in"),
-    "a power": ("{% set x = 10 %}{{ x ** (x ** x) }}", "it takes more than 1 s to fill in"),
+    "loops": (LOOPS, "it takes more than 1 s of computing"),
+    "a power": ("{% set x = 10 %}{{ x ** (x ** x) }}", "it takes more than 1 s of computing"),
     "a long text": ("{{ 'a' * 10 ** 10 }}", "it takes more than 512 MiB of memory"),
     "a text doubled": (DOUBLES, "it takes more than 512 MiB of memory"),
     "a text that is too long": ("{{ 'a' * 2097153 }}", "it writes more than 2,097,152 characters"),
@@ -53,7 +53,7 @@ def test_a_template_has_what_transformers_gives_it() -> None:
 def test_its_process_ends_with_it() -> None:
     template = ChatTemplate("{{ messages[0].content }}", {})
     template.render(HI)
-    process = template._process
+    process = template._process._process
     assert process is not None
     del template
     gc.collect()

@@ -521,7 +521,7 @@ async def test_a_machine_that_says_nothing_any_more() -> None:
         if len(worker.asked) == 1:
             await begin_events(writer)
             await write(worker, writer, events_for(asked)[0])
-        worker.is_silent = True
+        worker.is_silent = len(worker.asked) == 2
         await hangs.wait()
 
     workers = FakeWorker(answer), FakeWorker()

@@ -339,4 +339,5 @@ def running(model: Breakable, kind: str, **options: Any) -> Running:
     tokenizer = options.pop("tokenizer", None) or Tokenizer()
     settings: dict[str, Any] = {"num_blocks": 256, "prefix_caching": True, **options}
     llm = LLM(model, tokenizer=tokenizer if kind == "thread" else None, **settings)
+    llm.grammars.find_tokenizer = lambda: tokenizer
     return Running(llm, kind, tokenizer, of_app, of_server, max_waiting)

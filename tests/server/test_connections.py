@@ -23,7 +23,7 @@ from tests.server.test_robustness import HEAD, post, read_all, read_until, strea
 from tests.server.test_running import CERTIFICATE, KEY
 
 from minicache.serving.http.connections import MAX_HEAD_NBYTES, MAX_QUEUED, BoundedProtocol
-from minicache.serving.http.listener import Listener
+from minicache.serving.http.listener import MAX_ACCEPTED, Listener
 from minicache.serving.http.running import TLS
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -129,6 +129,31 @@ def test_a_head_may_come_in_one_piece_but_not_be_longer_than_one_in_many(server:
     refused = ask(MAX_HEAD_NBYTES + 1)
     assert refused.startswith(b"HTTP/1.1 431 ")
     assert b"65,536 bytes" in refused
+
+
+def test_a_target_has_8192_bytes_at_most(server: Any) -> None:
+    def ask(nbytes: int) -> bytes:
+        with server.connect() as connection:
+            target = b"/health?" + b"a" * (nbytes - 8)
+            connection.sendall(b"GET " + target + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            return read_all(connection)
+
+    assert ask(8192).startswith(b"HTTP/1.1 200 ")
+    assert ask(8193).startswith(b"HTTP/1.1 414 ")
+    assert ask(60_000).startswith(b"HTTP/1.1 414 ")
+
+
+def test_a_request_has_256_headers_at_most(server: Any) -> None:
+    def ask(number: int) -> bytes:
+        with server.connect() as connection:
+            more = b"".join(b"X-%d: a\r\n" % each for each in range(number - 2))
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n" + more + b"\r\n")
+            return read_all(connection)
+
+    assert ask(256).startswith(b"HTTP/1.1 200 ")
+    refused = ask(257)
+    assert refused.startswith(b"HTTP/1.1 431 ")
+    assert b"more than 256 headers" in refused
 
 
 def test_a_head_behind_a_body_is_counted_from_its_beginning(server: Any) -> None:
@@ -285,6 +310,25 @@ def test_without_a_descriptor_asyncio_is_told_once_a_second(monkeypatch: pytest.
         for _ in range(2):
             with pytest.raises(BlockingIOError):
                 listener.accept()
+
+
+def test_a_crowd_is_accepted_in_several_turns() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(Listener("127.0.0.1", 0))
+        listener.listen(100)
+        listener.setblocking(False)
+        for _ in range(MAX_ACCEPTED + 5):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+
+        def accept_all() -> int:
+            number = 0
+            with suppress(BlockingIOError):
+                while True:
+                    listener.accept()[0].close()
+                    number += 1
+            return number
+
+        assert [accept_all() for _ in range(3)] == [MAX_ACCEPTED, 5, 0]
 
 
 def test_a_tls_connection_that_does_not_begin_is_closed(

@@ -21,7 +21,7 @@ from minicache.model import load_minigpt
 from minicache.serving.http import answering, bodies, turns
 from minicache.serving.http.shapes import ChatShape, CompletionShape, Shape
 from minicache.serving.http.shares import QUANTUM, Shares
-from minicache.serving.http.turns import Turns
+from minicache.serving.http.turns import Together, Turns
 from minicache.serving.replica import client as replica_client
 from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.core import EngineCore
@@ -179,6 +179,26 @@ def test_small_pieces_share_a_slice_and_the_event_loop_sleeps_once(monkeypatch: 
 
     asyncio.run(main())
     assert slept == [turns.PAUSE_SECONDS] * 2
+
+
+def test_work_is_done_once_for_all_who_ask_before_it_begins() -> None:
+    counts: list[int] = []
+
+    def work() -> int:
+        time.sleep(0.05)
+        counts.append(len(counts))
+        return counts[-1]
+
+    async def main() -> list[int]:
+        together = Together(work)
+        first = asyncio.ensure_future(together.result())
+        await asyncio.sleep(0.01)  # it has begun
+        rest = [asyncio.ensure_future(together.result()) for _ in range(20)]
+        await asyncio.sleep(0)
+        rest[0].cancel()
+        return [await first, *(await asyncio.gather(*rest[1:]))]
+
+    assert asyncio.run(main()) == [0, *[1] * 19]
 
 
 @pytest.fixture

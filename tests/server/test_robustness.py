@@ -134,7 +134,7 @@ CHATS = {
     "nothing said": b'{"messages": [{"role": "user"}]}',
     "a picture": b'{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}',
     "a tool": b'{"messages": [{"role": "user", "content": "I"}], "tools": [{"type": "function"}]}',
-    "as JSON": b'{"messages": [{"role": "user", "content": "I"}], "response_format": {"type": "json_object"}}',
+    "no schema": b'{"messages": [{"role": "user", "content": "I"}], "response_format": {"type": "json_schema"}}',
     "top_logprobs alone": b'{"messages": [{"role": "user", "content": "I"}], "top_logprobs": 2}',
     "half a letter": b'{"messages": [{"role": "user", "content": "\\udc00"}]}',
 }

@@ -175,7 +175,7 @@ class Auditor(Observer):
         Raises:
             InvariantError: it has not, or it does.
         """
-        status, needed = request.status, blocks_for(request.num_tokens, scheduler.pool.block_size)
+        status, needed = request.status, self.blocks_needed(scheduler, request)
         if not status.is_finished:
             self.fail("end", f"{request!r} has finished without a FINISHED status")
         queued = any(each is request for each in scheduler.running)
@@ -332,6 +332,10 @@ class Auditor(Observer):
                 self.fail("recovery", f"{request!r}: computed, generated, preemptions are {got}, should be {expected}")
 
     # What the rules share.
+
+    def blocks_needed(self, scheduler: Scheduler, request: Request) -> int:
+        """Blocks that hold all tokens of a request."""
+        return blocks_for(request.num_tokens, scheduler.pool.block_size)
 
     def was_running(self, request: Request) -> bool:
         """Whether the request is RUNNING in `notes`: it has not just been admitted."""

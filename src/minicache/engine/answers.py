@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from minicache.engine.constraints import Constraint
 from minicache.engine.kv import ModelConfig
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import TextStream, Tokenizer, end_token_ids
@@ -114,6 +115,7 @@ class Answer:
         logprobs: those of tokens that have no chunk yet.
         drawn: tokens that were picked in steps that were given up before their commit, by their index in the output: to
             be taken when it is reached again (`minicache.engine.overlap`).
+        constraint: which tokens it may have; None: all.
     """
 
     request: Request
@@ -126,6 +128,7 @@ class Answer:
     num_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     drawn: dict[int, int] = field(default_factory=dict)
+    constraint: Constraint | None = None
 
     @property
     def finish_reason(self) -> str | None:
@@ -156,7 +159,8 @@ def new_answers(
 ) -> list[Answer]:
     """One prompt as n answers, each with its request and all that it needs, if they can be served.
 
-    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`). Their max_tokens is at
+    Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`): a constraint lets these
+    come only where its text may end. Their max_tokens is at
     most what max_model_len leaves room for after the prompt.
 
     Args:
@@ -185,7 +189,7 @@ def new_answers(
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
     token_ids = prompt_token_ids(prompt, config.vocab_size, max_model_len, tokenizer)
-    end = () if params.ignore_eos else all_end_token_ids(config, tokenizer)
+    end = () if params.ignore_eos and not params.is_constrained else all_end_token_ids(config, tokenizer)
     first = Request(
         request_id,
         token_ids,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
+from minicache.engine.constraints import Constraint, Grammars, StepMasks
 from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
 from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
 from minicache.engine.loading import find_model, load_model, load_tokenizer
@@ -74,6 +75,8 @@ class LLM(EngineLoop):
         memory: where the requests' keys and values are.
         runner: runs the model's steps in a way of their own (`minicache.engine.runners.find`); None: `run_model` does.
         speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
+        grammars: compiles the constraints of answers. Before a server adds a constrained request, it has another thread
+            call `grammars.compile`: steps go on meanwhile.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
         overlap: schedules a step while the model runs the one before; None without `async_scheduling`.
@@ -134,6 +137,9 @@ class LLM(EngineLoop):
                 enforce_eager=eager,
             )
         self.overlap = Overlap(self) if given.async_scheduling else None
+        named_ends: tuple[int, ...] = getattr(model.config, "end_token_ids", ())
+        self.grammars = Grammars(lambda: self.tokenizer, model.config.vocab_size, named_ends)
+        self._masks: StepMasks | None = None  # once a request has asked for a constraint
         self._has_logprobs = False  # whether a request has ever asked for log probabilities
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet
         self._most_answers = 1  # that one request has asked for so far
@@ -160,7 +166,9 @@ class LLM(EngineLoop):
             ValueError: an empty prompt, a text or a stop string without a tokenizer, or not one of `params` for each.
             IndexError: a token id is outside the model's vocabulary.
             UnknownWordError: the tokenizer does not know a word.
-            RequestTooLargeError: a request could never be served. In all these cases none was begun.
+            RequestTooLargeError: a request could never be served.
+            ConstraintError: a constraint cannot be followed; MissingExtraError: llguidance is not installed. In all
+                these cases none was begun.
             InvariantError: the scheduler has stopped scheduling, and requests are unfinished.
             Exception: what a step raises. The requests of this call are aborted; others go on.
         """
@@ -199,6 +207,7 @@ class LLM(EngineLoop):
         cache_salt: str | None = None,
         arrival_time: float = 0.0,
         num_logprobs: int | None = None,
+        num_answer_tokens: int = 0,
     ) -> RequestId:
         """Have a request served by the steps to come.
 
@@ -216,13 +225,16 @@ class LLM(EngineLoop):
             num_logprobs: how many of the likeliest tokens each chunk has with their log probabilities
                 (`minicache.engine.logprobs`), 0 … MAX_LOGPROBS; 0: only the token that was picked. None: no log
                 probabilities at all.
+            num_answer_tokens: so many of the prompt's last tokens are the answer's first: another engine has generated
+                them, and a constraint counts them in.
 
         Returns:
             Its id.
 
         Raises:
-            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError: as `generate`; also for an id
-                that is in use, or if num_logprobs is no such number. Nothing was added.
+            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError, ConstraintError,
+                MissingExtraError: as `generate`; also for an id that is in use, or if num_logprobs is no such number.
+                Nothing was added.
         """
         if num_logprobs is not None:
             require_count("num_logprobs", num_logprobs, at_least=0)
@@ -231,9 +243,7 @@ class LLM(EngineLoop):
         name = self._free_name() if request_id is None else request_id
         keys: dict[str, Any] = {"priority": priority, "group": group, "cache_salt": cache_salt}
         keys["arrival_time"] = arrival_time
-        answers = new_answers(
-            prompt, params, name, self._chunks, self.model.config, self.max_model_len, self.tokenizer, **keys
-        )
+        answers = self._new_answers(prompt, params, name, self._chunks, num_answer_tokens, **keys)
         self._begin(answers)
         if num_logprobs is not None:
             self._has_logprobs = True
@@ -311,8 +321,11 @@ class LLM(EngineLoop):
         super().recover()
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
-        """As `EngineLoop.run_model`; by the runner, if there is one."""
-        return super().run_model(output) if self.runner is None else self.runner.run_model(output)
+        """As `EngineLoop.run_model`; by the runner, if there is one. Tokens that a constraint rules out have −inf."""
+        run = super().run_model if self.runner is None else self.runner.run_model
+        if self._masks is None or self.speculation is not None:  # which masks what it verifies
+            return run(output)
+        return self._masks.run(output, run)
 
     def sample(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `EngineLoop.sample`; by the runner, if there is one."""
@@ -386,6 +399,11 @@ class LLM(EngineLoop):
                 self._waiting_to_fork.remove(answer)
         return [_named(chunk) for chunk in super().collect()]
 
+    def _constraint_of(self, request_id: RequestId) -> Constraint | None:
+        """The constraint of an answer's request."""
+        answer = (self.answers if self.overlap is None else self.overlap.answers).get(request_id)
+        return None if answer is None else answer.constraint
+
     def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
         """The sampler of an answer's request; None for the request of a beam."""
         answer = self.answers.get(request_id)
@@ -405,10 +423,32 @@ class LLM(EngineLoop):
         chunks: list[Chunk] = []
         answers: list[Answer] = []
         for prompt, its in zip(prompts, each, strict=True):
-            name, config, index = self._free_name(), self.model.config, len(answers)
-            answers += new_answers(prompt, its, name, chunks, config, self.max_model_len, self.tokenizer, index=index)
+            answers += self._new_answers(prompt, its, self._free_name(), chunks, index=len(answers))
         for answer in answers:
             self.scheduler.check_size(answer.request)
+        return answers
+
+    def _new_answers(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: RequestId,
+        chunks: list[Chunk],
+        num_answer_tokens: int = 0,
+        **keys: Any,
+    ) -> list[Answer]:
+        """As `new_answers`, with their constraints."""
+        config, longest = self.model.config, self.max_model_len
+        answers = new_answers(prompt, params, name, chunks, config, longest, self.tokenizer, **keys)
+        if params.is_constrained:
+            for answer in answers:
+                token_ids = answer.request.prompt_token_ids
+                read = token_ids[len(token_ids) - num_answer_tokens :]
+                answer.constraint = self.grammars.constraint(params, read)
+            if self._masks is None:
+                self._masks = StepMasks(config.vocab_size, self._constraint_of)
+                if self.speculation is not None:
+                    self.speculation.masks = self._masks
         return answers
 
     def _serve(self, answers: list[Answer]) -> Iterator[Chunk]:

@@ -1,7 +1,8 @@
 """Log probabilities with the tokens: what a client of a served model may ask for. No phase builds this module.
 
-They are the model's own: log_softmax of the logits in float32, before temperature, top-k and top-p. `LLM` reads them
-from the logits from which a step picks its tokens, for the rows of requests that have asked, for no others.
+They are the model's own: log_softmax of the logits in float32, before temperature, top-k and top-p; of a constrained
+answer over the allowed tokens, as in vLLM. `LLM` reads them from the logits from which a step picks its tokens, for the
+rows of requests that have asked, for no others.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def token_logprobs(logits: Tensor, token_ids: list[int], counts: tuple[int, ...]
     """The log probability of each row's token, and of the likeliest tokens.
 
     Args:
-        logits: `[B, vocab]`, as the model gave them.
+        logits: `[B, vocab]`, as the model gave them; −inf for tokens that a constraint rules out.
         token_ids: B tokens, one of each row.
         counts: how many of the likeliest tokens to name for each row, ≥ 0; all of them if there are fewer.
 

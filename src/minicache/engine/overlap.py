@@ -20,7 +20,7 @@ from minicache.engine.answers import Answer, Chunk, TokenLogprobs
 from minicache.engine.logprobs import token_logprobs
 from minicache.engine.loop import EngineLoop
 from minicache.engine.options import EngineOptions
-from minicache.request import Request, RequestStatus
+from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import SchedulerOutput
 
 
@@ -69,11 +69,19 @@ class ScheduledRequest:
         block_ids: its blocks.
         draft_token_ids: none.
         inputs: the tokens that the step computes. In the placeholder's stead there is 0, until it is known.
+        num_unknown: 1 if there is one, else 0.
     """
 
     __slots__ = (
-        "block_ids", "draft_token_ids", "inputs", "num_computed_tokens", "num_tokens", "request", "request_id"
-    )  # fmt: skip
+        "block_ids",
+        "draft_token_ids",
+        "inputs",
+        "num_computed_tokens",
+        "num_tokens",
+        "num_unknown",
+        "request",
+        "request_id",
+    )
 
     def __init__(self, request: Request, num_new: int) -> None:
         self.request = request
@@ -81,9 +89,16 @@ class ScheduledRequest:
         self.num_computed_tokens = start = request.num_computed_tokens
         self.block_ids = request.block_ids.copy()
         self.draft_token_ids: Sequence[int] = ()
-        num_unknown = request.num_placeholders
-        self.num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + num_unknown
-        self.inputs = [0] if num_unknown else request.token_ids(start, start + num_new)
+        self.num_unknown = request.num_placeholders
+        self.num_tokens = request.num_prompt_tokens + len(request.output_token_ids) + self.num_unknown
+        self.inputs = [0] if self.num_unknown else request.token_ids(start, start + num_new)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """Its tokens of output, the placeholder's included: what a constraint reads."""
+        num_known = self.num_tokens - self.num_unknown - self.request.num_prompt_tokens
+        known = self.request.output_token_ids[:num_known]  # the commit may have added to them
+        return [*known, *self.inputs] if self.num_unknown else known
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """As `Request.token_ids`, of the tokens that the step computes."""
@@ -146,12 +161,16 @@ class Overlap:
 
     Attributes:
         flights: the steps that are not committed, the oldest first: between two calls at most one.
+        answers: those that get a token in the step that the worker runs, by their requests' ids. In the engine's own
+            `answers` an id may be another request's by now. One that the step before has finished is not among them:
+            its constraint allows nothing more.
     """
 
     def __init__(self, loop: EngineLoop) -> None:
         self._loop = loop
         self._worker = ThreadPoolExecutor(1, "minicache-model")
         self.flights: deque[Flight] = deque()
+        self.answers: dict[RequestId, Answer] = {}
 
     def step(self, *, drain: bool) -> list[Chunk]:
         """Schedule a step and have the worker run it; then commit the step before, and emit its chunks.
@@ -185,7 +204,8 @@ class Overlap:
             answer = loop.answers.get(request.request_id)
             if answer is not None and answer.request is request:
                 loop.emit(request.request_id, token_id)
-        if self.flights and loop.scheduler.prefix_caching and None in picked.tokens.values():
+        failed = [each for each, token_id in picked.tokens.items() if token_id is None]
+        if flights and loop.scheduler.prefix_caching and any(each.finish_reason == "error" for each in failed):
             loop.recover()  # the step in flight may have found blocks of a request that has just failed
         return loop.collect()
 
@@ -247,11 +267,16 @@ class Overlap:
         """Run the model on a step, and pick its tokens; or raise what the step before has raised."""
         loop, work, picked = self._loop, flight.work, Picked()
         tokens_before = {} if before is None else before.result().tokens
+        over: set[Request] = set()  # whose token of this step will be dropped
         for each in flight.unknown:
-            each.inputs[-1] = tokens_before[each.request] or 0  # without a token it has failed, and this one is dropped
+            token_id, request = tokens_before[each.request], each.request
+            if token_id is None or (token_id in request.stop_token_ids and not request.ignore_eos):
+                over.add(request)
+            each.inputs[-1] = token_id or 0
         loop.memory.move_blocks(work)
         if not work.scheduled:
             return picked
+        self.answers = {each.request.request_id: each for each in flight.answers if each.request not in over}
         logits = loop.run_model(work)
         drawn = [answer.drawn.get(place) for answer, place in zip(flight.answers, flight.places, strict=True)]
         to_pick = [index for index, token_id in enumerate(drawn) if token_id is None]

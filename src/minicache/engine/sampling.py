@@ -6,8 +6,10 @@ on the batch composition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,13 +33,21 @@ class SamplingParams:
             is accepted too; the attribute is a tuple.
         stop_token_ids: tokens that end the request. They stay in the output. The attribute is a tuple.
         ignore_eos: the tokenizer's end token does not end the request, for benchmarks with answers of a given length.
-            stop_token_ids and stop strings still do.
+            stop_token_ids and stop strings still do. A constrained answer goes on as long as its constraint lets it,
+            and ends where nothing more can follow.
         n: answers for each prompt, ≥ 1. They share the prompt's blocks, if the scheduler forks (phase 8). With a seed,
             the j-th answer, from 0, equals that of a request with seed + j.
+        json_schema: the answer is JSON that this schema allows (`minicache.engine.constraints`); {"type": "object"}:
+            any JSON object. The attribute is the schema as a text.
+        regex: the whole answer matches this regular expression, in the syntax of Rust's `regex`.
+        choice: the answer is one of these texts. The attribute is a tuple.
+
+    Of json_schema, regex and choice, at most one.
 
     Raises:
         TypeError: a value has the wrong type.
-        ValueError: a value is out of its bounds, or a stop string is empty.
+        ValueError: a value is out of its bounds, a stop string is empty, there is nothing to choose from, or more than
+            one constraint.
     """
 
     max_tokens: int = 16
@@ -49,6 +59,9 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
+    json_schema: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         require_count("max_tokens", self.max_tokens)
@@ -74,6 +87,29 @@ class SamplingParams:
                 raise ValueError("a stop string is empty: it would end every text before its first letter")
         for token_id in self.stop_token_ids:
             require_count("a stop token's id", token_id, at_least=0)
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        schema, regex, choice = self.json_schema, self.regex, self.choice
+        if sum(each is not None for each in (schema, regex, choice)) > 1:
+            raise ValueError("an answer has one constraint: give json_schema, regex or choice")
+        if not isinstance(schema, str | Mapping | None):
+            raise TypeError(f"json_schema must be a dict, or JSON; got {schema!r}")
+        if isinstance(schema, Mapping):
+            object.__setattr__(self, "json_schema", json.dumps(schema))
+        if not isinstance(regex, str | None):
+            raise TypeError(f"regex must be a str; got {regex!r}")
+        if choice is not None:
+            if isinstance(choice, str) or not all(isinstance(each, str) for each in choice):
+                raise TypeError(f"choice must be a list of texts; got {choice!r}")
+            if not choice:
+                raise ValueError("choice is empty: give at least one text")
+            object.__setattr__(self, "choice", tuple(choice))
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether json_schema, regex or choice says which tokens are allowed."""
+        return self.json_schema is not None or self.regex is not None or self.choice is not None
 
     def of_answer(self, turn: int) -> SamplingParams:
         """The parameters of the answer with index `turn`, 0 … n − 1: the same, with n = 1 and a different seed."""

@@ -46,6 +46,25 @@ def check_text(words: Sequence[str], *, unfinished: bool = False) -> None:
     raise UngrammaticalError(reader.complaint())
 
 
+def next_words(words: Sequence[str]) -> tuple[frozenset[str], bool]:
+    """How a text can go on.
+
+    Args:
+        words: the words of its beginning, as for `check_text`; there may be none.
+
+    Returns:
+        The words that can stand next; and whether the text is grammatical as it is.
+
+    Raises:
+        UngrammaticalError: no grammatical text begins so. The message is that of `check_text`.
+    """
+    reader = _Reader(words)
+    may_end = reader.reads_on()
+    if reader.furthest < len(words):
+        raise UngrammaticalError(reader.complaint())
+    return frozenset(reader.expected), may_end
+
+
 class _Sentence(NamedTuple):
     """What one sentence leaves for the next: where it stops, and the tense that "Then …" would keep."""
 
@@ -160,6 +179,17 @@ class _Reader:
             open_readings.remove(reading)
             open_readings.update(self.sentence(position, tense))
         return False
+
+    def reads_on(self) -> bool:
+        """As `reads_to_the_end`, along every reading, and into the sentence behind the last."""
+        left: set[tuple[int, Tense | None]] = {(0, None)}
+        done = set()
+        while left:
+            reading = min(left, key=lambda reading: reading[0])
+            left.remove(reading)
+            done.add(reading)
+            left.update({(position, tense) for position, tense in self.sentence(*reading)} - done)
+        return any(position == len(self.words) > 0 for position, _ in done)
 
     def complaint(self) -> str:
         """Say which word is wrong, and what could stand there."""

@@ -36,6 +36,7 @@ class Tokenizer:
             text: `decode` leaves it out.
         end_token_id: the token that ends a text.
         max_token_chars: the most characters of a text that one token stands for: the longest word and a space.
+        begins_with_space: a text that continues another begins with the space between the two.
         fingerprint: a short hash of the vocabulary. Equal fingerprints mean equal ids.
     """
 
@@ -43,6 +44,7 @@ class Tokenizer:
         self.words = (END, *vocabulary())
         self.end_token_id = 0
         self.max_token_chars = max(map(len, self.words)) + 1
+        self.begins_with_space = True
         self.fingerprint = hashlib.sha256("\n".join(self.words).encode()).hexdigest()[:16]
         self._ids = {word: token_id for token_id, word in enumerate(self.words)}
 
@@ -81,6 +83,11 @@ class Tokenizer:
         if outside is not None:
             raise IndexError(f"token id {outside} is outside the vocabulary, 0 … {self.vocab_size - 1}")
         return [self.words[token_id] for token_id in ids if token_id != self.end_token_id]
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text: its word with a space before it, or its mark; the end token nothing."""
+        marks = {*PUNCTUATION, END}
+        return [b""] + [(word if word in marks else f" {word}").encode() for word in self.words[1:]]
 
     def _not_known(self, word: str) -> str:
         spellings: dict[str, list[str]] = {}

@@ -6,6 +6,7 @@
 | `blocks` | `BlockPool`, `BlockTable`: reference-counted blocks and the table of one sequence | phase 3 |
 | `eviction` | which cached block is evicted next: the policies by name | – |
 | `prefix` | `CachingBlockPool`: blocks that are found again by the hash of their contents | phase 8 |
+| `groups` | `BlockGroups`: a block table for each group of layers, sliding windows, common prefixes | phase 12 |
 
 Pure standard library.
 """
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from minicache.memory.blocks import BlockPool as BlockPool
     from minicache.memory.blocks import BlockTable as BlockTable
     from minicache.memory.blocks import blocks_for as blocks_for
+    from minicache.memory.groups import BlockGroups as BlockGroups
+    from minicache.memory.groups import GroupedBlockPool as GroupedBlockPool
     from minicache.memory.prefix import (
         CachingBlockPool as CachingBlockPool,
     )
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazily(
     __name__,
     blocks="BlockPool BlockTable blocks_for",
+    groups="BlockGroups GroupedBlockPool",
     prefix="CachingBlockPool PrefixCacheStats block_hash root_hash",
     reservation="BuddyAllocator ContiguousReservation MemoryUse",
 )

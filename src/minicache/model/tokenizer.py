@@ -7,6 +7,7 @@ adds is what the engine asks of a tokenizer (`minicache.engine.stopping.Tokenize
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -60,6 +61,30 @@ class ModelTokenizer:
         shown = [token_id for token_id in ids if token_id not in self.end_token_ids]
         return str(self._tokenizer.decode(shown, skip_special_tokens=True))
 
+    def to_json(self) -> str:
+        """All of it, as a `tokenizer.json` holds it: for libraries that read one."""
+        return str(self._tokenizer.to_str())
+
+    def token_bytes(self) -> list[bytes]:
+        """What each token adds to a text; nothing for special tokens. A token may begin or end inside a letter.
+
+        Raises:
+            UnsupportedModelError: its tokens are not written byte by byte, as GPT-2's are.
+        """
+        decoder = json.loads(self.to_json())["decoder"] or {}
+        if "ByteLevel" not in (decoder.get("type"), *(each["type"] for each in decoder.get("decoders", ()))):
+            raise UnsupportedModelError(
+                "the tokens of this tokenizer are not byte-level: their bytes are not known here"
+            )
+        tokens = [b""] * self._tokenizer.get_vocab_size(with_added_tokens=True)
+        added = self._tokenizer.get_added_tokens_decoder()
+        for token, token_id in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if token_id not in added:
+                tokens[token_id] = bytes(map(_BYTES.__getitem__, token))
+            elif not added[token_id].special:
+                tokens[token_id] = token.encode()
+        return tokens
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """A conversation as the token ids of a prompt, up to where the model is to answer.
 
@@ -81,6 +106,13 @@ class ModelTokenizer:
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         letters = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         return list(self._tokenizer.encode(letters, add_special_tokens=add_special_tokens).ids)
+
+
+_VISIBLE: Final = (*range(33, 127), *range(161, 173), *range(174, 256))
+_BYTES: Final = {chr(byte): byte for byte in _VISIBLE} | {
+    chr(256 + number): byte for number, byte in enumerate(sorted({*range(256)} - {*_VISIBLE}))
+}
+"""How a byte-level vocabulary writes bytes: as the letter of Latin-1, if one can see it, the others from U+0100 on."""
 
 
 def folder_tokenizer(folder: Path) -> ModelTokenizer | None:

@@ -10,6 +10,7 @@ Ray Serve looks at annotations of deployments when it makes them: this module ha
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections import deque
@@ -267,6 +268,9 @@ class EngineReplica:
         options: dict[str, Any] = {"priority": request.priority, "cache_salt": request.cache_salt}
         if request.num_logprobs is not None:
             options["num_logprobs"] = request.num_logprobs
+        if request.params.is_constrained:
+            await asyncio.to_thread(self._engine.llm.grammars.compile, request.params)  # steps go on meanwhile
+            options["num_answer_tokens"] = request.num_answer_tokens
         with await self._engine.add_request(list(request.token_ids), request.params, **options) as stream:
             yield Piece(self._name, [], self._updates())
             while chunks := await stream.take():

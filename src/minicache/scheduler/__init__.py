@@ -11,6 +11,7 @@
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
 | `async_chunked` | "async" | phase 12 | when: a step is scheduled while the one before runs |
 | `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
+| `grouped` | "chunked" | phase 12 | with `windows`: blocks for several groups of layers |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
 
@@ -19,6 +20,7 @@ Pure standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from minicache.scheduler.async_chunked import AsyncChunkedScheduler
@@ -26,6 +28,7 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.fair import FairScheduler
+from minicache.scheduler.grouped import GroupedScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus, PagedScheduler, Preemption, require_paged_options
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
@@ -41,6 +44,7 @@ __all__ = [
     "ChunkedPrefillScheduler",
     "ContinuousBatchScheduler",
     "FairScheduler",
+    "GroupedScheduler",
     "PagedScheduler",
     "PrefixCachingScheduler",
     "RequestQueue",
@@ -59,7 +63,7 @@ SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
     "continuous": (ContinuousBatchScheduler,),
     "paged": (PagedScheduler, SharingScheduler),
     "fair": (FairScheduler, SharingScheduler),
-    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler),
+    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler, GroupedScheduler),
     "async": (AsyncChunkedScheduler,),
 }
 """Stages by name, in the order in which the course builds them: of a name's classes, `create_scheduler` makes the first
@@ -70,6 +74,7 @@ _UNUSED: Final = {  # options that not every stage has: what they are if unused,
     "long_prefill_threshold": (0, 'computes a prompt in one step; take "chunked"'),
     "reserve_full_prompt": (True, 'computes a prompt in one step; take "chunked"'),
     "num_speculative_tokens": (0, 'computes one token of a request in decode; take "chunked"'),
+    "windows": (None, 'has one kind of cache; take "chunked"'),
 }
 
 
@@ -99,6 +104,8 @@ def create_scheduler(
     long_prefill_threshold: int = 0,
     reserve_full_prompt: bool = True,
     num_speculative_tokens: int = 0,
+    windows: Sequence[int | None] | None = None,
+    prefix_cache_retention: int | None = 0,
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -120,6 +127,11 @@ def create_scheduler(
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False: those of its first
             chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
         num_speculative_tokens: the most draft tokens of a request in one step; 0: no speculation. For "chunked" only.
+        windows: of a model with several groups of layers, one entry a group: the tokens that its layers see, the newest
+            included, or None for all. None: one kind of cache, which sees all. For "chunked" only, with recompute and
+            without speculation.
+        prefix_cache_retention: with windows, how much of the groups that have one the prefix cache keeps, as
+            `GroupedScheduler` says: a multiple of block_size, or None for all of it.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -130,11 +142,15 @@ def create_scheduler(
     require_paged_options(preemption, num_host_blocks, watermark)
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
-        if type(options[option]) is not type(unused):
+        if unused is not None and type(options[option]) is not type(unused):
             raise TypeError(f"{option} must be of type {type(unused).__name__}; got {options[option]!r}")
         if options[option] != unused:
             used.add(option)
             if not has_option(name, option):
                 raise ValueError(f'{option}: "{name}" {otherwise}')
-    cls = next(cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used)
+    if windows is None and prefix_cache_retention != 0:
+        raise ValueError("prefix_cache_retention: it is of groups with a window; give windows too")
+    cls = next((cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used), None)
+    if cls is None:
+        raise ValueError(f'no stage of "{name}" has {" and ".join(sorted(used))} together: leave one of them out')
     return cls(**{option: options[option] for option in cls.Options.__annotations__})

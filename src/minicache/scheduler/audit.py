@@ -173,7 +173,7 @@ class Auditor(Observer):
         Raises:
             InvariantError: it has not, or it does.
         """
-        status, needed = request.status, blocks_for(request.num_tokens, scheduler.pool.block_size)
+        status, needed = request.status, self.blocks_needed(scheduler, request)
         if not status.is_finished:
             self.fail("end", f"{request!r} has finished without a FINISHED status")
         queued = any(each is request for each in scheduler.running)
@@ -310,7 +310,7 @@ class Auditor(Observer):
         if victims and (new := [request for request in output.scheduled if not self.was_running(request)]):
             self.fail("victims", f"{new} are admitted in a step that preempts {victims}")
         if gone and not output.finished:
-            needed, free = blocks_for(gone[0].num_tokens, scheduler.pool.block_size), scheduler.pool.num_free
+            needed, free = self.blocks_needed(scheduler, gone[0]), scheduler.pool.num_free
             if needed <= free:
                 self.fail("victims", f"{gone[0]!r} needs {needed} blocks, and {free} are free without it")
         for request_id, note in self.notes.items():
@@ -410,6 +410,10 @@ class Auditor(Observer):
                 self.fail("recovery", f"{request!r}: computed, generated, preemptions are {got}, should be {expected}")
 
     # What the rules share.
+
+    def blocks_needed(self, scheduler: Scheduler, request: Request) -> int:
+        """Blocks that hold all tokens of a request."""
+        return blocks_for(request.num_tokens, scheduler.pool.block_size)
 
     def was_running(self, request: Request) -> bool:
         """Whether the request is RUNNING in `notes`: it has not just been admitted."""

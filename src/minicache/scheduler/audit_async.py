@@ -64,7 +64,7 @@ class AsyncAuditor(SharingAuditor):
         for request, place in self._unknown:
             if self.was_running(request) and not request.status.is_finished:
                 tokens = tuple(request.token_ids(0, (place + 1) * scheduler.pool.block_size))
-                self.contents[request.block_ids[place]] = request.cache_salt, request.adapter, tokens
+                self.contents[request.block_ids[place]] = 0, request.cache_salt, request.adapter, tokens
         self._unknown = []
         super().on_update(scheduler, output, finished)
         self._awaited = {}

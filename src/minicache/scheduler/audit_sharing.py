@@ -12,13 +12,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from minicache.memory.groups import NULL_BLOCK
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.audit import Auditor, Note
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 
-Contents = tuple[str | None, str | None, tuple[int, ...]]
-"""The contents of a full block: salt, adapter, and all tokens from the sequence's first to the block's last."""
+Contents = tuple[int, str | None, str | None, tuple[int, ...]]
+"""The contents of a full block: of which group of layers, salt, adapter, and all tokens up to the block's last."""
 
 
 class SharingAuditor(Auditor):
@@ -133,9 +134,9 @@ class SharingAuditor(Auditor):
             num_found = request.num_computed_tokens
             if num_found % block_size or num_found >= request.num_tokens:
                 self.fail("found", f"{request!r} has {num_found} tokens found: whole blocks, and one left to compute")
-            for place, block_id in enumerate(request.block_ids[: num_found // block_size]):
-                got, wanted = self.contents.get(block_id), _contents(request, (place + 1) * block_size)
-                if got != wanted and not self._is_filled_now(scheduler, request, place):
+            for group, place, block_id in _blocks(request, 0, num_found // block_size):
+                got, wanted = self.contents.get(block_id), contents_of(request, group, (place + 1) * block_size)
+                if got != wanted and not self._is_filled_now(scheduler, request, group, place):
                     self.fail("found", f"block {block_id} does not hold what {request!r} reads in it: {got}")
             self.notes[request.request_id] = replace(note, num_computed_tokens=num_found)
 
@@ -163,25 +164,25 @@ class SharingAuditor(Auditor):
         block_size = scheduler.pool.block_size
         users: dict[int, list[tuple[Request, int]]] = {}
         for request in scheduler.running:
-            for place, block_id in enumerate(request.block_ids):
+            for _, place, block_id in _blocks(request):
                 users.setdefault(block_id, []).append((request, place))
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             first, end = request.num_computed_tokens, request.num_computed_tokens + num_new
-            for block_id in request.block_ids[first // block_size : -(-end // block_size)]:
+            for _, _, block_id in _blocks(request, first // block_size, -(-end // block_size)):
                 for other, place in users[block_id]:
                     reads = (place + 1) * block_size <= other.num_computed_tokens
                     if other is not request and not (other.request_id in self.fresh and reads):
                         self.fail("writes", f"{request!r} writes into block {block_id}, which {other!r} has too")
 
-    def _is_filled_now(self, scheduler: Scheduler, reader: Request, place: int) -> bool:
+    def _is_filled_now(self, scheduler: Scheduler, reader: Request, group: int, place: int) -> bool:
         """Whether another request of the batch with the same tokens so far will fill this block."""
         end = (place + 1) * scheduler.pool.block_size
-        block_id, wanted = reader.block_ids[place], _contents(reader, end)
+        block_id, wanted = reader.group_block_ids[group][place], contents_of(reader, group, end)
         return any(
             other is not reader
             and other.num_tokens >= end > other.num_computed_tokens
-            and other.block_ids[place : place + 1] == [block_id]
-            and _contents(other, end) == wanted
+            and other.group_block_ids[group][place : place + 1] == [block_id]
+            and contents_of(other, group, end) == wanted
             for other in scheduler.running
         )
 
@@ -194,16 +195,24 @@ class SharingAuditor(Auditor):
                 self.contents[target] = self.contents[source]
         for request in scheduler.running:
             if request.request_id in output.swapped_in:
-                for place in range(request.num_computed_tokens // block_size):
-                    self.contents[request.block_ids[place]] = _contents(request, (place + 1) * block_size)
+                for group, place, block_id in _blocks(request, 0, request.num_computed_tokens // block_size):
+                    self.contents[block_id] = contents_of(request, group, (place + 1) * block_size)
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             first, end = request.num_computed_tokens, request.num_computed_tokens + num_new
-            for place in range(first // block_size, -(-end // block_size)):
-                block_id, filled = request.block_ids[place], (place + 1) * block_size
+            for group, place, block_id in _blocks(request, first // block_size, -(-end // block_size)):
+                filled = (place + 1) * block_size
                 self.contents.pop(block_id, None)
                 if filled <= end:
-                    self.contents[block_id] = _contents(request, filled)
+                    self.contents[block_id] = contents_of(request, group, filled)
 
 
-def _contents(request: Request, end: int) -> Contents:
-    return request.cache_salt, request.adapter, tuple(request.token_ids(0, end))
+def _blocks(request: Request, first: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
+    """The entries first … end − 1 of a request's block tables: (group, place, block), without the null block."""
+    tables = enumerate(request.group_block_ids)
+    places = [(group, place, each) for group, table in tables for place, each in enumerate(table[:end])]
+    return [entry for entry in places if entry[1] >= first and entry[2] != NULL_BLOCK]
+
+
+def contents_of(request: Request, group: int, end: int) -> Contents:
+    """The contents of a request's block of a group whose last token is the request's token `end` − 1."""
+    return group, request.cache_salt, request.adapter, tuple(request.token_ids(0, end))

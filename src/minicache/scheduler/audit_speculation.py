@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request
-from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.audit_sharing import SharingAuditor, contents_of
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 
@@ -59,8 +59,7 @@ class SpeculationAuditor(SharingAuditor):
                 self.fail("drafts", f"{request!r} continues after a stop token among {accepted}")
             self.notes[request.request_id] = replace(note, num_output_tokens=note.num_output_tokens + num_accepted)
             for place in range(num_tokens // block_size, (num_tokens + num_accepted) // block_size):
-                contents = request.cache_salt, request.adapter, tuple(request.token_ids(0, (place + 1) * block_size))
-                self.contents[block_ids[place]] = contents
+                self.contents[block_ids[place]] = contents_of(request, 0, (place + 1) * block_size)
         self._drafting = []
         super().on_update(scheduler, output, finished)
 

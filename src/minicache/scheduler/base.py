@@ -407,13 +407,14 @@ class Scheduler(ABC):
             places = id(request) in in_batch, id(request) in in_queue
             if places != (request.status is RequestStatus.RUNNING, request.status in _IN_QUEUE):
                 raise InvariantError(f"{request!r} is in the batch: {places[0]}, in the queue: {places[1]}")
-            if request.status is not RequestStatus.RUNNING and request.block_ids:
-                raise InvariantError(f"{request!r} is waiting and holds blocks {request.block_ids}")
+            if request.status is not RequestStatus.RUNNING and any(request.group_block_ids):
+                raise InvariantError(f"{request!r} is waiting and holds blocks {request.group_block_ids}")
             if request.num_computed_tokens > len(request.block_ids) * self.pool.block_size and places[0]:
                 raise InvariantError(
                     f"{request!r} has {len(request.block_ids)} blocks: too few for its computed tokens"
                 )
-        references = Counter(block_id for request in self._requests.values() for block_id in request.block_ids)
+        tables = [table for request in self._requests.values() for table in request.group_block_ids]
+        references = Counter(block_id for table in tables for block_id in table)
         for block_id in range(self.pool.num_blocks):
             if references[block_id] != self.pool.ref_count(block_id):
                 counted, listed = self.pool.ref_count(block_id), references[block_id]

@@ -27,7 +27,8 @@ def restore(scheduler: Scheduler) -> None:
         scheduler._filled.clear()  # they name blocks by their requests, which have none any more
     scheduler.waiting, scheduler.running = RequestQueue(scheduler.priority_key), []
     for request in list(scheduler._requests.values()):
-        request.block_ids, request.host_block_ids, request.draft_token_ids = [], [], []
+        request.host_block_ids, request.draft_token_ids = [], []
+        request.group_block_ids = [[] for _ in request.group_block_ids]
         if request.status.is_finished:
             del scheduler._requests[request.request_id]
         elif request.status is RequestStatus.RUNNING:

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from minicache.engine.constraints import StepMasks
 from minicache.engine.kv import Model, PagedMemory, logits_at
 from minicache.engine.runners.find import ModelRunner
 from minicache.engine.sampling import TokenSampler, pick_tokens
@@ -55,6 +56,7 @@ class SpeculativeRunner:
     Attributes:
         accepted: row of what `run_model` gave → the tokens that the step has recorded before the one of that row, and
             the logits `[n, vocab]` that they were picked from; only rows with at least one.
+        masks: of constrained answers; None: there are none.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class SpeculativeRunner:
         self._find_sampler = find_sampler
         self._picked: dict[int, tuple[int | None, TokenSampler]] = {}  # by row of what `run_model` gave
         self.accepted: dict[int, tuple[list[int], Tensor]] = {}
+        self.masks: StepMasks | None = None
 
     def propose(self, request: Request, num_tokens: int) -> list[int]:
         """As `minicache.scheduler.speculative.Propose`."""
@@ -75,7 +78,8 @@ class SpeculativeRunner:
         """As `LLM.run_model`: `[B, vocab]`, of each request those that its last token of the step is picked from."""
         self._picked, self.accepted = {}, {}
         self._drafter.fill(output)
-        logits = self._runner.run_model(output)
+        run = self._runner.run_model
+        logits = run(output) if self.masks is None else self.masks.run(output, run)
         drafts = output.draft_token_ids
         if not drafts:
             return logits

@@ -18,10 +18,12 @@ from fastapi import Request, Response
 from minicache.engine.answers import Chunk, Prompt, check_prompt_length, prompt_token_ids
 from minicache.engine.async_engine import AnswerStream
 from minicache.errors import (
+    ConstraintError,
     EngineDiedError,
     EngineNotReadyError,
     EngineStoppedError,
     MinicacheError,
+    MissingExtraError,
     QueueFullError,
     RequestTooLargeError,
     StepFailedError,
@@ -139,6 +141,8 @@ class ApiCall:
         with self._refusals(body.prompt_field):
             tokenized = await self._tokenize()
             self._check_cost(tokenized)
+            if params.is_constrained:
+                await served.compile(params)
             num_tokens = sum(map(self._most_tokens, tokenized))
             admission.reserve(num_tokens)
             deadline = stack.enter_context(served.shares.deadline(self._client, num_tokens))
@@ -226,6 +230,8 @@ class ApiCall:
             raise
         except RequestTooLargeError as error:
             raise ApiError(400, str(error), param=param, code="context_length_exceeded") from error
+        except (ConstraintError, MissingExtraError) as error:
+            raise ApiError(400, str(error), param=self._body.constraint_field, code="invalid_constraint") from error
         except (MinicacheError, ValueError, TypeError, IndexError) as error:
             raise ApiError(400, str(error), param=param) from error
 

@@ -35,6 +35,7 @@ from minicache.serving.http.logs import request_log
 from minicache.serving.http.metrics import Metrics
 from minicache.serving.http.protocol import ChatRequest, CompletionRequest, ErrorBody, ModelCard, ModelList
 from minicache.serving.http.shapes import ChatShape, CompletionShape
+from minicache.serving.http.turns import Together
 from minicache.serving.replica.client import EngineClient
 from minicache.serving.replica.fleet import FleetClient
 
@@ -190,7 +191,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 def _server_routes(served: Served) -> APIRouter:
-    router = APIRouter()
+    router, rendering = APIRouter(), Together(served.metrics.render)
 
     @router.get("/health", responses={503: {"model": ErrorBody, "description": "It is stopping or has failed."}})
     async def health() -> dict[str, str]:
@@ -201,7 +202,7 @@ def _server_routes(served: Served) -> APIRouter:
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Prometheus' text format."""
-        return Response(await asyncio.to_thread(served.metrics.render), media_type=Metrics.content_type)
+        return Response(await rendering.result(), media_type=Metrics.content_type)
 
     return router
 

@@ -6,10 +6,12 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import msgspec
 
 from minicache.engine.async_engine import AsyncEngine
+from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer
 from minicache.errors import EngineDiedError, StepFailedError
 from minicache.scheduler.observe import observe
@@ -87,6 +89,14 @@ class Served(ABC):
     async def ready(self) -> None:
         """Wait until it takes requests for the first time; raises the error that prevents it."""
 
+    @abstractmethod
+    async def compile(self, params: SamplingParams) -> None:
+        """Have a constraint compiled, if that is to be done here, before its request is added: steps go on meanwhile.
+
+        Raises:
+            ConstraintError, MissingExtraError: as `LLM.add_request`.
+        """
+
     @property
     def num_unfinished(self) -> int:
         """Answers under way."""
@@ -131,6 +141,11 @@ class ServedThread(Served):
     async def ready(self) -> None:
         """It is, as soon as it was started."""
 
+    async def compile(self, params: SamplingParams) -> None:
+        """As `Served.compile`; the request then finds it compiled."""
+        loop, engine = asyncio.get_running_loop(), cast(AsyncEngine, self.engine)
+        await loop.run_in_executor(self.tokenizing, engine.llm.grammars.compile, params)
+
     async def picture(self) -> bytes:
         """As `Served.picture`."""
         picture = self._view.snapshot()
@@ -153,6 +168,9 @@ class ServedClient(Served):
     def info(self) -> EngineInfo:
         """As `Served.info`."""
         return self.engine.info
+
+    async def compile(self, params: SamplingParams) -> None:
+        """The engine does, in a thread of its process."""
 
 
 class ServedProcesses(ServedClient):

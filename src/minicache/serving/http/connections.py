@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -27,6 +27,16 @@ UNREAD_SECONDS = 30.0
 
 MAX_HEAD_NBYTES: Final = 64 * 2**10
 """The most bytes of a request's line and headers together (431), and of the trailers behind its body."""
+
+MAX_TARGET_NBYTES: Final = 8 * 2**10
+"""The most bytes of a request's path and query (414)."""
+
+MAX_HEADERS: Final = 256
+"""The most headers of a request (431): each is looked at several times."""
+
+IDLE_SECONDS: Final = 75
+"""How long a connection may be idle. Clients and proxies close theirs after 5 to 60 s: what is sent on one that is
+being closed here is lost, and the client cannot know whether it was received."""
 
 MAX_QUEUED: Final = 32
 """So many requests of a connection may wait for the one before them. Beyond, it is not read. (A piece that was begun is
@@ -71,6 +81,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unparsed: deque[bytes] = deque()
         self._unanswered: deque[RequestResponseCycle] = deque()
         self._is_in_head = True
+        self._refusal: tuple[int, str] | None = None
         self._num_head_nbytes = 0  # since something came that is neither head nor trailer
         self._head_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
@@ -141,10 +152,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = True
         super().on_message_begin()
 
+    def on_url(self, url: bytes) -> None:
+        """A part of its target."""
+        super().on_url(url)
+        if len(self.url) > MAX_TARGET_NBYTES:
+            self._give_up(414, f"The request's target is longer than {MAX_TARGET_NBYTES:,} bytes.")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """One of its headers, or one of its trailers. httptools leaves the spaces behind a value, RFC 9110 does not."""
         if self._is_in_head:
             super().on_header(name, value.rstrip(b" \t"))
+            if len(self.headers) > MAX_HEADERS:
+                self._give_up(431, f"The request has more than {MAX_HEADERS} headers.")
 
     def on_headers_complete(self) -> None:
         """Its head is complete."""
@@ -170,8 +189,13 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """What has come is no HTTP."""
-        self._refuse(400, msg)
+        """What has come is no HTTP, or the parser was stopped."""
+        self._refuse(*(self._refusal or (400, msg)))
+
+    def _give_up(self, status: int, message: str) -> NoReturn:
+        """Stop the parser, in the middle of a head; uvicorn then calls `send_400_response`."""
+        self._refusal = status, message
+        raise ValueError(message)
 
     def _refuse(self, status: int, message: str) -> None:
         """Close the connection, and say why; but not in the middle of an answer."""

@@ -20,6 +20,9 @@ SHARE: Final = 2
 """Connections of clients may use every `SHARE`-th descriptor. The others are for a router's connections to workers, one
 for each client, and for engines and files."""
 
+MAX_ACCEPTED: Final = 32
+"""So many connections are accepted in one turn of the event loop. (asyncio would take 2,048.)"""
+
 LOG_SECONDS: Final = 10.0
 """That connections are refused is logged once in this time."""
 
@@ -62,6 +65,7 @@ class Listener(socket.socket):
     def __init__(self, host: str, port: int) -> None:
         super().__init__(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.num_refused = 0
+        self._num_accepted = 0  # since there was none, or since the last turn
         self._logged_at = self._failed_at = -LOG_SECONDS
         self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit it: what a client does not read stays here, where it is seen, and not in the system.
@@ -76,13 +80,19 @@ class Listener(socket.socket):
         """The next connection.
 
         Raises:
-            BlockingIOError: there is none, or it was refused.
+            BlockingIOError: there is none, it was refused, or MAX_ACCEPTED were accepted before it: asyncio then comes
+                back in its next turn.
             OSError: at most once a second: there is no descriptor for it. asyncio then waits for a second; but before
                 that, up to Python 3.13, it would try again some thousand times, and log each.
         """
+        self._num_accepted += 1
+        if self._num_accepted > MAX_ACCEPTED:
+            self._num_accepted = 0
+            raise BlockingIOError
         try:
             connection, address = super().accept()
         except OSError as error:
+            self._num_accepted = 0
             if error.errno in _NO_MORE:
                 if monotonic() - self._failed_at < 1:
                     raise BlockingIOError from error

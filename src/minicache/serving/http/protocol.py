@@ -7,10 +7,12 @@ builds this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from minicache.engine.answers import Prompt
 from minicache.engine.sampling import SamplingParams
@@ -24,6 +26,9 @@ MAX_STOP_CHARS = 1024
 MAX_PARTS = 1024
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64
+MAX_CONSTRAINT_CHARS = 2**15
+
+ANY_OBJECT = '{"type": "object"}'
 
 Conversation = list[dict[str, str]]
 """The messages of a chat, each with "role" and "content": a prompt, for a tokenizer with a chat template."""
@@ -35,6 +40,9 @@ Text = Annotated[str, Field(max_length=2**20)]
 # in the event loop: minutes for every client, and gigabytes.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ErrorDetail(BaseModel):
@@ -58,6 +66,40 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(strict=True)
 
     include_usage: bool | None = False
+
+
+class JsonSchema(BaseModel):
+    """What `response_format` says of a schema."""
+
+    name: str | None = Field(None, description="Ignored.")
+    json_schema: dict[str, Any] = Field(alias="schema", description="A JSON schema, as llguidance takes it.")
+    strict: bool | None = Field(None, description="Ignored: the schema is always kept to.")
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answers."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("response_format: json_schema goes with the type json_schema, and only with it")
+        return self
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's field for the form of the answers: one of these."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    json_schema: str | dict[str, Any] | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+    regex: str | None = Field(None, description="A regular expression that the whole answer matches.")
+    choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="The answer is one of these."
+    )
 
 
 class CommonRequest(BaseModel):
@@ -86,9 +128,15 @@ class CommonRequest(BaseModel):
     )
     cache_salt: str | None = Field(None, max_length=256, description="Share the prefix cache with equal salts only.")
     return_token_ids: bool | None = Field(False, description="Return the token ids of prompt and answer, as vLLM does.")
+    response_format: ResponseFormat | None = Field(None, description="JSON, of a schema or of any.")
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="A schema, a regular expression, or choices; as in vLLM."
+    )
     presence_penalty: float | None = Field(0.0, description="Only 0.")
     frequency_penalty: float | None = Field(0.0, description="Only 0.")
     logit_bias: dict[str, Any] | None = Field(None, description="Only empty.")
+
+    _constraint: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> CommonRequest:
@@ -97,7 +145,40 @@ class CommonRequest(BaseModel):
             raise ValueError(
                 f"stop: at most {MAX_STOP} strings, none of them empty, of {MAX_STOP_CHARS} characters together"
             )
+        self._constraint = dict(given := list(self._constraints()))
+        if len(given) > 1:
+            raise ValueError(f"{self.constraint_field}: an answer has one constraint, and there are {len(given)}")
+        text = "".join("".join(value) for _, value in given)
+        if len(text) > MAX_CONSTRAINT_CHARS:
+            raise ValueError(
+                f"{self.constraint_field}: {len(text):,} characters, and at most {MAX_CONSTRAINT_CHARS:,} are taken"
+            )
+        if _SURROGATE.search(text):
+            raise ValueError(f"{self.constraint_field}: half of a pair of UTF-16 is no letter")
         return self
+
+    def _constraints(self) -> Iterator[tuple[str, str | list[str]]]:
+        """The constraints that are given, by the names of `SamplingParams`."""
+        form, outputs = self.response_format, self.structured_outputs
+        if form is not None and form.type == "json_object":
+            yield "json_schema", ANY_OBJECT
+        if form is not None and form.json_schema is not None:
+            yield "json_schema", json.dumps(form.json_schema.json_schema)
+        if outputs is None:
+            return
+        if outputs.json_object:
+            yield "json_schema", ANY_OBJECT
+        if (schema := outputs.json_schema) is not None:
+            yield "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+        if outputs.regex is not None:
+            yield "regex", outputs.regex
+        if outputs.choice is not None:
+            yield "choice", outputs.choice
+
+    @property
+    def constraint_field(self) -> str:
+        """The field that constrains the answers, for errors."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
 
     def stop_list(self) -> list[str]:
         """The stop strings."""
@@ -121,6 +202,7 @@ class CommonRequest(BaseModel):
             stop_token_ids=self.stop_token_ids or (),
             ignore_eos=bool(self.ignore_eos),
             n=self.n or 1,
+            **self._constraint,
         )
 
     def wants_usage_chunk(self) -> bool:
@@ -210,13 +292,11 @@ class ChatRequest(CommonRequest):
     )
     tools: list[Any] | None = Field(None, description="Only empty.")
     functions: list[Any] | None = Field(None, description="Only empty.")
-    response_format: dict[str, Any] | None = Field(None, description='Only {"type": "text"}.')
 
     def refuse_unsupported(self) -> None:
         """Raise `ApiError` for fields that this server knows and does not support."""
         super().refuse_unsupported()
-        response_format = self.response_format is not None and self.response_format.get("type") != "text"
-        self._refuse(tools=self.tools, functions=self.functions, response_format=response_format)
+        self._refuse(tools=self.tools, functions=self.functions)
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError(400, "top_logprobs requires logprobs to be true", param="top_logprobs")
 

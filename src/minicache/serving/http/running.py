@@ -21,7 +21,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from minicache.serving.http.connections import UNREAD_SECONDS, BoundedProtocol
+from minicache.serving.http.connections import IDLE_SECONDS, UNREAD_SECONDS, BoundedProtocol
 from minicache.serving.http.hosts import HostCheck
 from minicache.serving.http.listener import Listener, raise_descriptor_limit
 from minicache.serving.http.logs import RequestLogs
@@ -191,6 +191,7 @@ class Server(uvicorn.Server):
             self._logs,
             http=partial(BoundedProtocol, idle={}, unread_seconds=unread_seconds),  # type: ignore[arg-type]
             ws="none",
+            timeout_keep_alive=IDLE_SECONDS,
             host=host,
             port=port,
             log_config=None,

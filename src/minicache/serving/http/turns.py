@@ -11,9 +11,9 @@ again. So a prompt could wait for the thread that tokenises it until another cli
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 Result = TypeVar("Result")
 
@@ -21,6 +21,30 @@ SLICE: Final = 512
 """The most tokens and log probabilities that are written in one slice: some milliseconds."""
 PAUSE_SECONDS: Final = 0.001
 """The event loop's sleep between two slices: as short as a poll can wait."""
+
+
+class Together(Generic[Result]):
+    """Does some work in a thread: once for all who ask before it begins, and never twice at a time.
+
+    Args:
+        work: what to do.
+    """
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self._lock = asyncio.Lock()
+        self._next: asyncio.Future[Result] | None = None
+
+    async def result(self) -> Result:
+        """What the work returns that begins next."""
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._run())
+        return await asyncio.shield(self._next)
+
+    async def _run(self) -> Result:
+        async with self._lock:
+            self._next = None
+            return await asyncio.to_thread(self._work)
 
 
 class Turns:

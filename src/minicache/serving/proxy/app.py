@@ -20,7 +20,7 @@ from minicache.serving.http.errors import ApiError, as_api_error, json_response,
 from minicache.serving.http.live import STATIC as SERVERS_STATIC
 from minicache.serving.http.live import live_routes
 from minicache.serving.http.logs import request_log
-from minicache.serving.http.turns import Turns
+from minicache.serving.http.turns import SLICE, Turns
 from minicache.serving.proxy.prompts import routed_request
 from minicache.serving.proxy.relay import Call, Relay, passed_on
 from minicache.serving.proxy.workers import Workers
@@ -44,6 +44,7 @@ class Proxy(Slots):
         stopping: is set when the server is to stop.
         reading: the time limits of bodies that have not come yet.
         turns: in which long work is done.
+        beginnings: in which requests begin: a crowd of them is long work too.
     """
 
     def __init__(self, workers: Workers, policy: str, block_size: int) -> None:
@@ -51,7 +52,7 @@ class Proxy(Slots):
         self.workers, self.policy, self.block_size = workers, policy, block_size
         self.stopping = asyncio.Event()
         self.reading: set[asyncio.Timeout] = set()
-        self.turns = Turns()
+        self.turns, self.beginnings = Turns(), Turns()
         self._names = count(1)
 
     async def ready(self) -> None:
@@ -68,6 +69,8 @@ class Proxy(Slots):
 
     async def pass_on(self, request: Request) -> Response:
         """The answer of some worker to a request."""
+        async with self.beginnings.slice(SLICE // 8):
+            pass
         if self.stopping.is_set():
             self.workers.metrics.refused.labels("stopping").inc()
             raise unavailable("the router is stopping", "stopping")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Final
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final
 
 import msgspec
 import zmq
@@ -39,6 +40,9 @@ from minicache.serving.replica.view import LiveView
 
 logger = logging.getLogger("minicache")
 
+COMPILE_POLL: Final = 1
+"""Milliseconds. With nothing else to do, it is looked so often whether a constraint is compiled."""
+
 MAX_AHEAD: Final = 2
 """So many steps with log probabilities may be on their way. A step's tokens are handled in a fraction of its time, but
 not 20 log probabilities of each: those of a fast engine would pile up, and all clients' next tokens behind them."""
@@ -59,6 +63,9 @@ class EngineCore:
         self._stats: list[Update] = []
         self._view = LiveView(llm.scheduler)
         self._last_step = LastStep()
+        # Requests whose constraint is compiled in a thread, which does not hold the GIL: steps go on.
+        self._compiler = ThreadPoolExecutor(1, "minicache-grammars")
+        self._compiling: dict[int, tuple[AddRequest, Future[Any]]] = {}
         self._num_ahead = 0  # steps with log probabilities, on their way
         stats = SchedulerStats(llm.scheduler, self._stats.extend)
         llm.scheduler = observe(llm.scheduler, stats, self._view, self._last_step)
@@ -76,6 +83,8 @@ class EngineCore:
                 if isinstance(message, Shutdown):
                     return
                 self._obey(message)
+            if self._compiling:
+                self._add_compiled()
             if self._news.accepted or self._news.refused or (self._stats and not self._has_step):
                 self._send_news()  # clients need not wait for the step
             if self._has_step:
@@ -95,6 +104,8 @@ class EngineCore:
     def _receive(self) -> ToEngine | None:
         """The next message. None if there is none and there is a step to run, or news to send."""
         is_idle = not (self._has_step or self._news.accepted or self._news.refused or self._stats)
+        if is_idle and self._compiling:
+            is_idle = bool(self._socket.poll(COMPILE_POLL))
         if is_idle or int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             message: ToEngine = decode_to_engine(self._socket.recv())
             return message
@@ -103,8 +114,14 @@ class EngineCore:
     def _obey(self, message: ToEngine) -> None:
         match message:
             case AddRequest():
-                self._add(message)
+                if message.params.is_constrained:
+                    compiling = self._compiler.submit(self._llm.grammars.compile, message.params)
+                    self._compiling[message.request_id] = message, compiling
+                else:
+                    self._add(message)
             case AbortRequest():
+                if message.request_id in self._compiling:
+                    self._compiling.pop(message.request_id)[1].cancel()
                 self._llm.abort_request(message.request_id)
             case StopAnswer():
                 self._llm.stop_answer(message.request_id, message.index)
@@ -114,6 +131,13 @@ class EngineCore:
                 picture = self._view.snapshot()
                 version = picture["version"]
                 self._send(Picture(version, b"" if version == message.known else msgspec.json.encode(picture)))
+
+    def _add_compiled(self) -> None:
+        """Add the requests whose constraints are compiled. What was wrong with one, `LLM.add_request` raises too."""
+        for message, compiling in list(self._compiling.values()):
+            if compiling.done():
+                del self._compiling[message.request_id]
+                self._add(message)
 
     def _add(self, message: AddRequest) -> None:
         try:

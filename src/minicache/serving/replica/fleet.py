@@ -50,7 +50,7 @@ class FleetRequest:
         routed: what a router sees of it.
         token_ids: what is to be continued.
         params: with n = 1 and without stop strings, which are found where the text is.
-        num_logprobs, priority, cache_salt: as `LLM.add_request`.
+        num_logprobs, priority, cache_salt, num_answer_tokens: as `LLM.add_request`.
     """
 
     routed: RoutedRequest
@@ -59,6 +59,7 @@ class FleetRequest:
     num_logprobs: int | None
     priority: int
     cache_salt: str | None
+    num_answer_tokens: int = 0
 
 
 GivenToken = tuple[int | None, str | None, TokenLogprobs | None]
@@ -213,7 +214,8 @@ class FleetClient(RemoteEngine):
             name, block_size = asked.routed.request_id, self.info.cache.block_size
             routed = route_tokens(name, prompt, block_size=block_size, cache_salt=asked.cache_salt)
             left = replace(params, max_tokens=attempt.max_tokens, seed=attempt.seed)
-            rest = replace(asked, routed=routed, token_ids=prompt, params=left)
+            num_given = len(prompt) - len(asked.token_ids)
+            rest = replace(asked, routed=routed, token_ids=prompt, params=left, num_answer_tokens=num_given)
             replica: int | None = None
             num_tokens = 0
             try:

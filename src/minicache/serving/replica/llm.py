@@ -10,7 +10,7 @@ import torch
 from minicache.cache.quantized import KV_CACHE_DTYPES
 from minicache.engine.drafting import SpeculativeConfig
 from minicache.engine.llm import LLM
-from minicache.engine.loading import find_model, load_model
+from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.options import EngineOptions, ReplicaOptions
 from minicache.engine.stopping import Tokenizer
 from minicache.model.minigpt import Transformer
@@ -43,6 +43,8 @@ def make_llm(options: ReplicaOptions, tokenizer: Tokenizer | None = None) -> LLM
     how = {"weight_dtype": given.pop("weight_dtype"), "tensor_parallel_size": options.tensor_parallel_size}
     given["model"] = load_model(find_model(options.model), given["dtype"], options.device, **how)
     llm = LLM(**given, tokenizer=tokenizer)
+    if tokenizer is None:  # constraints are of tokens, and need one here
+        llm.grammars.find_tokenizer = lambda: load_tokenizer(find_model(options.model))
     if options.num_threads is None and isinstance(llm.model, Transformer) and llm.model.num_parameters() <= MAX_SMALL:
         torch.set_num_threads(1)
     return llm

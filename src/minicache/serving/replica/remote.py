@@ -198,7 +198,8 @@ class RemoteEngine(Slots, ABC):
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: give the engine one, or use stop_token_ids")
         stream = TokenStream(next(self._names), prompt, params, self.decoder, self.leave)
-        end = () if params.ignore_eos or self.decoder is None else self.decoder.end_token_ids
+        ends = self.decoder is not None and (not params.ignore_eos or params.is_constrained)
+        end = self.decoder.end_token_ids if self.decoder is not None and ends else ()
         for_engine = replace(params, stop=(), stop_token_ids=(*params.stop_token_ids, *end))
         name, arrival = stream.request_id, stream.arrival_time
         self.send(stream, AddRequest(name, list(prompt), for_engine, num_logprobs, priority, cache_salt, arrival))

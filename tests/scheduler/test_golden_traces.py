@@ -94,11 +94,37 @@ def overlapping_schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bo
     return steps
 
 
+def chosen_schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, most: int) -> list[Any]:
+    """As `schedule_of`, with all columns; by vLLM's priorities, or with a threshold and a watermark."""
+    more: dict[str, Any] = {"policy": "priority"}
+    if workload["mode"] == "options":
+        more = {name: workload[name] for name in ("long_prefill_threshold", "watermark")}
+    options = {name: workload[name] for name in (*OPTIONS, "max_model_len")} | more
+    scheduler = create_scheduler("chunked", reserve_full_prompt=reserve_full_prompt, **options)
+    coming = sorted((row[3], number) for number, row in enumerate(workload["requests"]))
+    rows: list[Any] = []
+    while (coming or scheduler.has_unfinished) and len(rows) < most:
+        while coming and coming[0][0] <= len(rows):
+            arrival, number = coming.pop(0)
+            prefix, length, max_tokens, _, *priority = workload["requests"][number]
+            options = {"priority": priority[0] if priority else 0, "arrival_time": arrival + number * 1e-6}
+            scheduler.add_request(Request(str(number), prompt(number, prefix, length), max_tokens, **options))
+        output = scheduler.schedule()
+        num_free = scheduler.pool.num_free
+        finished = scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, TOKEN))
+        scheduler.check()
+        ids = [each.request_id for each in finished]
+        preempted = sorted(output.preempted)
+        rows.append([dict(output.num_scheduled_tokens), preempted, ids, num_free, scheduler.pool.num_free])
+    return rows
+
+
 @pytest.mark.parametrize(
     ("schedule", "workload", "mode"),
     [
         *(pytest.param(schedule_of, *case.values, id=case.id) for case in cases("first_come", "unusual")),
         *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async")),
+        *(pytest.param(chosen_schedule_of, *case.values, id=case.id) for case in cases("priority", "options")),
     ],
 )
 def test_every_step_is_the_one_that_vllm_schedules(schedule, workload, mode):

@@ -32,8 +32,10 @@ from minicache.scheduler import (
     SchedulerOutput,
     SharingScheduler,
     StaticBatchScheduler,
+    VllmPriorityScheduler,
 )
 from minicache.scheduler.audit_async import AsyncAuditor
+from minicache.scheduler.audit_priority import PriorityAuditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.audit_trace import audit_trace
 from minicache.scheduler.observe import Recorder, observe
@@ -289,6 +291,12 @@ class Run:
             assert audit_trace(self.steps, **limits, first_come=self.plain.first_come) == len(self.steps)
 
 
+class PriorityRun(Run):
+    """vLLM's priorities: what is scheduled already may be undone."""
+
+    stages, auditor = [VllmPriorityScheduler], PriorityAuditor
+
+
 class OverlappingRun(Run):
     """Each step is scheduled while the one before is outstanding; now and then the server waits for all of them."""
 
@@ -343,6 +351,13 @@ class OverlappingRun(Run):
 )
 def test_nor_while_a_step_is_in_flight(seed: int) -> None:
     run = OverlappingRun(seed)
+    run.serve()
+    run.check()
+
+
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 300))])
+def test_nor_if_a_victim_was_scheduled(seed: int) -> None:
+    run = PriorityRun(seed)
     run.serve()
     run.check()
 

@@ -91,6 +91,26 @@ def test_a_prompt_and_a_request_just_admitted_have_none():
     assert work == [({"a": 2, "b": 2}, ["a"])] * 4 + [({"a": 2, "b": 2}, ["a", "b"])]
 
 
+def test_the_last_token_of_a_prompt_has_none():
+    """Alone in a step it is one token, as in decode; but the model has said nothing yet that could be continued."""
+    scheduler = speculative(max_num_batched_tokens=4)
+    scheduler.add_request(Request("a", [1] * 5, 20))
+    work = []
+    for _ in range(3):
+        output = scheduler.schedule()
+        work.append(dict(output.num_scheduled_tokens))
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 7))
+    assert work == [{"a": 4}, {"a": 1}, {"a": 4}]
+
+
+def test_the_blocks_that_a_victim_was_missing_are_spare():
+    """Each holds two blocks of the 6. a and c need a third; c is preempted, and one of its blocks is left for b."""
+    scheduler = speculative(num_blocks=6)
+    decoding(scheduler, *(Request(name, [1] * num_prompt, 20) for name, num_prompt in (("a", 8), ("b", 7), ("c", 8))))
+    output = scheduler.schedule()
+    assert (output.num_scheduled_tokens, output.preempted) == ({"a": 4, "b": 4}, ["c"])
+
+
 def test_the_budget_counts_draft_tokens_and_leaves_every_request_its_own():
     scheduler = speculative(max_num_batched_tokens=6)
     decoding(scheduler, *(Request(number, [number + 1], 20) for number in range(4)))
@@ -101,13 +121,24 @@ def test_the_budget_counts_draft_tokens_and_leaves_every_request_its_own():
 
 @pytest.mark.parametrize(
     ("options", "max_tokens", "num_drafts"),
-    [({}, 5, 3), ({}, 4, 2), ({}, 2, 0), ({"max_model_len": 9}, 20, 1), ({"long_prefill_threshold": 3}, 20, 2)],
+    [({}, 5, 3), ({}, 4, 2), ({}, 2, 0), ({"max_model_len": 9}, 20, 1)],
 )
 def test_no_more_than_the_answer_may_have(options, max_tokens, num_drafts):
     scheduler = speculative(**options)
     decoding(scheduler, Request("a", [1] * 6, max_tokens))
     drafts = scheduler.schedule().draft_token_ids
     assert drafts == ({"a": [-1] * num_drafts} if num_drafts else {})
+
+
+def test_the_threshold_counts_draft_tokens():
+    """While there is another request."""
+    scheduler = speculative(long_prefill_threshold=3)
+    decoding(scheduler, Request("a", [1] * 6, 20))
+    output = scheduler.schedule()
+    assert output.num_scheduled_tokens == {"a": 4}
+    scheduler.update_from_output(output, {"a": 7})
+    scheduler.add_request(Request("b", [2] * 6, 20))
+    assert scheduler.schedule().num_scheduled_tokens == {"a": 3, "b": 3}
 
 
 def test_draft_tokens_take_only_blocks_that_no_request_needs():

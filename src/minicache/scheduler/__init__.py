@@ -11,6 +11,8 @@
 | `chunked` | "chunked" | phase 9 | how many of its tokens a request computes in a step |
 | `async_chunked` | "async" | phase 12 | when: a step is scheduled while the one before runs |
 | `speculative` | "chunked" | – | with `num_speculative_tokens`: how many draft tokens it computes too |
+| `vllm_options` | "chunked" | – | with `long_prefill_threshold` or `watermark`: these two, as vLLM has them |
+| `vllm_priority` | "chunked" | – | with `policy="priority"`: the order and the victims, as vLLM has them |
 | `grouped` | "chunked" | phase 12 | with `windows`: blocks for several groups of layers |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
@@ -36,6 +38,8 @@ from minicache.scheduler.queue import RequestQueue
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 from minicache.scheduler.static import StaticBatchScheduler
+from minicache.scheduler.vllm_options import VllmOptionsScheduler
+from minicache.scheduler.vllm_priority import Policy, VllmPriorityScheduler
 
 __all__ = [
     "SCHEDULERS",
@@ -53,6 +57,8 @@ __all__ = [
     "SharingScheduler",
     "SpeculativeScheduler",
     "StaticBatchScheduler",
+    "VllmOptionsScheduler",
+    "VllmPriorityScheduler",
     "create_scheduler",
     "has_option",
     "require_scheduler",
@@ -63,7 +69,7 @@ SCHEDULERS: Final[dict[str, tuple[type[Scheduler], ...]]] = {
     "continuous": (ContinuousBatchScheduler,),
     "paged": (PagedScheduler, SharingScheduler),
     "fair": (FairScheduler, SharingScheduler),
-    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler, GroupedScheduler),
+    "chunked": (ChunkedPrefillScheduler, SpeculativeScheduler, VllmPriorityScheduler, GroupedScheduler),
     "async": (AsyncChunkedScheduler,),
 }
 """Stages by name, in the order in which the course builds them: of a name's classes, `create_scheduler` makes the first
@@ -74,6 +80,7 @@ _UNUSED: Final = {  # options that not every stage has: what they are if unused,
     "long_prefill_threshold": (0, 'computes a prompt in one step; take "chunked"'),
     "reserve_full_prompt": (True, 'computes a prompt in one step; take "chunked"'),
     "num_speculative_tokens": (0, 'computes one token of a request in decode; take "chunked"'),
+    "policy": ("fair", 'has an order of its own; take "chunked"'),
     "windows": (None, 'has one kind of cache; take "chunked"'),
 }
 
@@ -104,6 +111,7 @@ def create_scheduler(
     long_prefill_threshold: int = 0,
     reserve_full_prompt: bool = True,
     num_speculative_tokens: int = 0,
+    policy: Policy = "fair",
     windows: Sequence[int | None] | None = None,
     prefix_cache_retention: int | None = 0,
 ) -> Scheduler:
@@ -119,14 +127,18 @@ def create_scheduler(
         preemption: "recompute" or "swap". "static" and "continuous" never preempt: there these three are
             checked, and otherwise ignored.
         num_host_blocks: blocks of the CPU swap space, ≥ 0; ≥ 1 for "swap".
-        watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1.
+        watermark: the part of the pool that an admission must leave free, 0 ≤ watermark < 1. Of "chunked" and "async",
+            the part of num_blocks + 1 blocks, as in vLLM.
         prefix_caching: find beginnings of prompts that are computed already. Not with "static" and "continuous", which
             reserve blocks for a whole answer. "paged" is then as "fair": first come, first served, as long as all
             requests have one priority and one group.
-        long_prefill_threshold: the most tokens of one request in one step; 0: no such limit. For "chunked" only.
+        long_prefill_threshold: the most tokens of one request in one step, while there is another one; 0: no such
+            limit. For "chunked" and "async".
         reserve_full_prompt: admit a request only if the blocks of its whole prompt are free; False: those of its first
             chunk are enough. False is for "chunked" only: the others compute a prompt in one step.
         num_speculative_tokens: the most draft tokens of a request in one step; 0: no speculation. For "chunked" only.
+        policy: "fair": phase 7's, with its bound on how long a request waits; or "priority": vLLM's, which has none.
+            "priority" is for "chunked" only, without speculation and windows.
         windows: of a model with several groups of layers, one entry a group: the tokens that its layers see, the newest
             included, or None for all. None: one kind of cache, which sees all. For "chunked" only, with recompute and
             without speculation.
@@ -135,7 +147,8 @@ def create_scheduler(
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: there is no such stage or option yet, or a number is out of its bounds.
+        ValueError: there is no such stage or option yet, two options exclude each other, or a number is out of its
+            bounds.
     """
     options: dict[str, Any] = locals()
     require_scheduler(name)
@@ -153,4 +166,6 @@ def create_scheduler(
     cls = next((cls for cls in SCHEDULERS[name] if cls.Options.__annotations__.keys() >= used), None)
     if cls is None:
         raise ValueError(f'no stage of "{name}" has {" and ".join(sorted(used))} together: leave one of them out')
+    if cls is ChunkedPrefillScheduler and (long_prefill_threshold or watermark):
+        cls = VllmOptionsScheduler
     return cls(**{option: options[option] for option in cls.Options.__annotations__})

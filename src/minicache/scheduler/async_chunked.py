@@ -13,12 +13,13 @@ from typing import Unpack
 
 from minicache.errors import InvariantError
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
+from minicache.scheduler.chunked import ChunkedOptions
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.vllm_options import VllmOptionsScheduler
 
 
-class AsyncChunkedScheduler(ChunkedPrefillScheduler):
-    """`ChunkedPrefillScheduler`, of which `schedule()` may be called while one step is outstanding.
+class AsyncChunkedScheduler(VllmOptionsScheduler):
+    """`VllmOptionsScheduler`, of which `schedule()` may be called while one step is outstanding.
 
     The loop of an engine that overlaps: `schedule()`, start the model on that step, wait for the step before, commit
     that one (`update_from_output`). If each step is committed before the next, this is phase 9's scheduler.
@@ -37,7 +38,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
     **Prefix cache.** A block is cached when all its tokens are known and scheduled. So a block that decode fills is
     cached one `schedule()` later than in phase 9, or at the commit, if that comes first.
 
-    Arguments and errors are `ChunkedPrefillScheduler`'s.
+    Arguments and errors are `VllmOptionsScheduler`'s.
 
     Attributes:
         outstanding: the oldest step that was not committed; None if there is none.
@@ -106,7 +107,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         return num_tokens - request.num_computed_tokens
 
     def blocks_missing(self, request: Request) -> int:
-        """As `ChunkedPrefillScheduler.blocks_missing`, for a chunk of `num_uncomputed` tokens."""
+        """As `VllmOptionsScheduler.blocks_missing`, for a chunk of `num_uncomputed` tokens."""
         num_new = min(self.num_uncomputed(request), self._max_chunk, self.token_budget)
         if not num_new:
             return 0
@@ -114,7 +115,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         return missing + len(self.written_and_shared(request)) if self._may_share_tails else missing
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.schedule_tokens`, for a chunk of `num_uncomputed` tokens."""
+        """As `VllmOptionsScheduler.schedule_tokens`, for a chunk of `num_uncomputed` tokens."""
         num_new = min(self.num_uncomputed(request), self._max_chunk, self.token_budget)
         if num_new:
             output.num_scheduled_tokens[request.request_id] = num_new
@@ -122,7 +123,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
             self.token_budget -= num_new
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.schedule_running`; but blocks are cached at once, as far as tokens are known.
+        """As `VllmOptionsScheduler.schedule_running`; but blocks are cached at once, as far as tokens are known.
 
         No placeholder is hashed. A block that the step fills with one is cached when its value is known: by the next
         `schedule()`, which looks one token further back for that, or by `update_from_output`.
@@ -236,7 +237,7 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
                 self.cache_blocks(request, num_computed - 1, num_computed)
 
     def release(self, request: Request) -> None:
-        """As `ChunkedPrefillScheduler.release`; a request without blocks has no placeholder.
+        """As `VllmOptionsScheduler.release`; a request without blocks has no placeholder.
 
         So a token that is on its way to it is stale if it was preempted, and dropped if it has finished.
         """
@@ -244,12 +245,12 @@ class AsyncChunkedScheduler(ChunkedPrefillScheduler):
         request.num_placeholders = 0
 
     def recover(self) -> None:
-        """As `ChunkedPrefillScheduler.recover`; both steps are given up, and tokens on their way are lost."""
+        """As `VllmOptionsScheduler.recover`; both steps are given up, and tokens on their way are lost."""
         self.ahead, self._awaited = None, []
         super().recover()
 
     def check(self) -> None:
-        """As `ChunkedPrefillScheduler.check`; and the running requests with a token on its way have a placeholder each.
+        """As `VllmOptionsScheduler.check`; and the running requests with a token on its way have a placeholder each.
 
         Raises:
             InvariantError: the books do not agree.

@@ -72,14 +72,15 @@ class SpeculationAuditor(SharingAuditor):
         """Rule "drafts", of a step that was just scheduled.
 
         Raises:
-            InvariantError: a request has draft tokens and was not in decode, or more of them than leave room for one
-                more token within max_tokens and max_model_len; or the last victim's blocks would have been free without
-                draft tokens.
+            InvariantError: a request has draft tokens and was not in decode, with a token that it has generated since
+                its admission, or more of them than leave room for one more token within max_tokens and max_model_len;
+                or the last victim's blocks would have been free without draft tokens.
         """
         longest = scheduler.max_model_len
         num_blocks = 0
         for request, num_tokens, num_drafts, block_ids in self._drafting:
-            in_decode = self.was_running(request) and num_tokens - request.num_computed_tokens == 1
+            gained = num_tokens - request.num_prompt_tokens > request.num_outputs_at_admission
+            in_decode = self.was_running(request) and gained and num_tokens - request.num_computed_tokens == 1
             too_many = len(request.output_token_ids) + num_drafts + 1 > request.max_tokens
             if not in_decode or too_many or (longest is not None and num_tokens + num_drafts + 1 > longest):
                 self.fail("drafts", f"{request!r} has {num_drafts} draft tokens; in decode: {in_decode}")

@@ -14,9 +14,10 @@ from minicache.memory.blocks import blocks_for
 from minicache.memory.groups import BlockGroups, GroupedBlockPool, Tables, without_null
 from minicache.memory.prefix import PrefixCacheStats
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
+from minicache.scheduler.chunked import ChunkedOptions
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import AllocStatus
+from minicache.scheduler.vllm_options import VllmOptionsScheduler
 
 
 class GroupedOptions(ChunkedOptions, total=False):
@@ -26,8 +27,8 @@ class GroupedOptions(ChunkedOptions, total=False):
     prefix_cache_retention: int | None
 
 
-class GroupedScheduler(ChunkedPrefillScheduler):
-    """`ChunkedPrefillScheduler`, for a model whose layers form several groups (`BlockGroups`).
+class GroupedScheduler(VllmOptionsScheduler):
+    """`VllmOptionsScheduler`, for a model whose layers form several groups (`BlockGroups`).
 
     A request has a block table in every group, `Request.group_block_ids`; `block_ids` is the first. In a group with a
     window, blocks that no later token sees go back to the pool when the request is next considered, before its missing
@@ -41,13 +42,13 @@ class GroupedScheduler(ChunkedPrefillScheduler):
             `retention`. None: all. n: what a prefix of a multiple of n tokens needs (0: of no multiple), what the
             request itself needs if it is repeated, and what it needs at a junction, where other requests continued
             differently.
-        options: `ChunkedPrefillScheduler`'s.
+        options: `VllmOptionsScheduler`'s.
 
     Attributes:
         groups: the `BlockGroups`, over `pool`.
 
     Raises:
-        TypeError, ValueError: as `ChunkedPrefillScheduler` and `BlockGroups`; or `preemption` is "swap".
+        TypeError, ValueError: as `VllmOptionsScheduler` and `BlockGroups`; or `preemption` is "swap".
     """
 
     Options = GroupedOptions
@@ -75,7 +76,7 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         self._junctions: dict[RequestId, int] = {}  # of requests that were considered for admission, in blocks
 
     def register(self, request: Request) -> None:
-        """As `ChunkedPrefillScheduler.register`; and the request has an empty table in every group."""
+        """As `VllmOptionsScheduler.register`; and the request has an empty table in every group."""
         super().register(request)
         request.group_block_ids = self.groups.empty()
 
@@ -178,11 +179,11 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         return [list(found[group * length : (group + 1) * length]) for group in range(num_groups)]
 
     def num_new_tokens(self, request: Request, found: Sequence[int] = ()) -> int:
-        """As `ChunkedPrefillScheduler.num_new_tokens`, with the found blocks of all groups."""
+        """As `VllmOptionsScheduler.num_new_tokens`, with the found blocks of all groups."""
         return super().num_new_tokens(request, found[: len(found) // len(self.groups.windows)])
 
     def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
-        """As `ChunkedPrefillScheduler.admit`; the found blocks of all groups are shared before any is allocated."""
+        """As `VllmOptionsScheduler.admit`; the found blocks of all groups are shared before any is allocated."""
         self.groups.pool.share(found)
         tables = self.tables(found)
         request.group_block_ids = tables
@@ -197,7 +198,7 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         super().admit(request, output)
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.schedule_tokens`; and blocks that the chunk fills are cached (`cache_blocks`)."""
+        """As `VllmOptionsScheduler.schedule_tokens`; and blocks that the chunk fills are cached (`cache_blocks`)."""
         super().schedule_tokens(request, output)
         if self.prefix_caching:
             start, num_new = request.num_computed_tokens, output.num_scheduled_tokens.get(request.request_id, 0)
@@ -221,7 +222,7 @@ class GroupedScheduler(ChunkedPrefillScheduler):
         self.groups.cache(request.group_block_ids, self.hashes(request, end), first, end, prefixes)
 
     def recover(self) -> None:
-        """As `ChunkedPrefillScheduler.recover`; and the prefix cache drops every hash."""
+        """As `VllmOptionsScheduler.recover`; and the prefix cache drops every hash."""
         super().recover()
         self.groups.pool.reset()
 

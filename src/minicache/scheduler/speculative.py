@@ -14,8 +14,9 @@ from typing import Final, Unpack
 from minicache.errors import require_count
 from minicache.memory.blocks import blocks_for
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.chunked import ChunkedOptions, ChunkedPrefillScheduler
+from minicache.scheduler.chunked import ChunkedOptions
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.vllm_options import VllmOptionsScheduler
 
 PLACEHOLDER: Final = -1
 """A draft token that is not known yet: its slot is reserved, and the engine fills it in before the model runs."""
@@ -72,19 +73,19 @@ class SpeculativeOptions(ChunkedOptions, total=False):
     num_speculative_tokens: int
 
 
-class SpeculativeScheduler(ChunkedPrefillScheduler):
-    """`ChunkedPrefillScheduler`, in which requests in decode may also compute draft tokens.
+class SpeculativeScheduler(VllmOptionsScheduler):
+    """`VllmOptionsScheduler`, in which requests in decode may also compute draft tokens.
 
-    A request of the batch with one token left to compute gets draft tokens after it (`propose`), k at most. They are
-    in `Request.draft_token_ids` until the step is over and in `SchedulerOutput.draft_token_ids`, and count in
-    `num_scheduled_tokens` and in the token budget. There are fewer than k where
+    A request of the batch with one token left to compute, which it has generated since it was admitted, gets draft
+    tokens after it (`propose`), k at most. So a request that is in its prompt, has just been admitted, or is computed
+    again has none. They are in `Request.draft_token_ids` until the step is over and in
+    `SchedulerOutput.draft_token_ids`, and count in `num_scheduled_tokens` and in the token budget. There are fewer than
+    k where
 
     - the request's output would exceed max_tokens or max_model_len if all of them were accepted;
     - the budget is short: every later request of the batch can still compute a token (in vLLM it may not);
     - blocks are short: draft tokens take only free blocks that no request of the batch needs for its own tokens in this
       step. They never cause a preemption.
-
-    A request that has just been admitted has none, and neither has one in its prompt.
 
     **A step** is `schedule()`, the model, `accept()`, `update_from_output()`. `accept` gets the tokens of each
     request with draft tokens. It records the accepted ones, corrects `num_scheduled_tokens` to the tokens whose KV
@@ -95,10 +96,14 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
 
     The prefix cache never holds draft tokens: a block that accepted ones have filled is noted at the commit.
 
+    vLLM's draft tokens may exceed max_tokens, cost later requests their token, and preempt them; rejected ones keep
+    their blocks; and a request is admitted with k of −1, if it has one token to compute. These five differences are
+    intended: `docs/en/reference/vllm-differences.md`.
+
     Args:
         num_speculative_tokens: k, ≥ 1.
         propose: proposes the tokens while the step is scheduled.
-        options: `ChunkedPrefillScheduler`'s.
+        options: `VllmOptionsScheduler`'s.
 
     Attributes:
         num_speculative_tokens: as given.
@@ -106,7 +111,7 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
         draft_stats: acceptance so far.
 
     Raises:
-        TypeError, ValueError: as `ChunkedPrefillScheduler`, or num_speculative_tokens is no int ≥ 1.
+        TypeError, ValueError: as `VllmOptionsScheduler`, or num_speculative_tokens is no int ≥ 1.
     """
 
     Options = SpeculativeOptions
@@ -127,7 +132,7 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
     # Before the model
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.schedule_running`, with draft tokens for requests in decode.
+        """As `VllmOptionsScheduler.schedule_running`, with draft tokens for requests in decode.
 
         Only the requests' own tokens are noted for the prefix cache.
         """
@@ -140,12 +145,12 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
             output.num_scheduled_tokens[request_id] += len(drafts)
 
     def schedule_tokens(self, request: Request, output: SchedulerOutput) -> None:
-        """As `ChunkedPrefillScheduler.schedule_tokens`, and draft tokens, if the request is one in decode."""
+        """As `VllmOptionsScheduler.schedule_tokens`, and draft tokens, if the request is one in decode."""
         super().schedule_tokens(request, output)
         if request.request_id not in self._missing:  # it has just been admitted
             return
         self._num_missing -= self._missing.pop(request.request_id)
-        if request.num_tokens - request.num_computed_tokens == 1:
+        if request.num_tokens - request.num_computed_tokens == 1 and self.has_gained_token(request):
             self.schedule_drafts(request, output)
 
     def schedule_drafts(self, request: Request, output: SchedulerOutput) -> None:
@@ -186,6 +191,11 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
         num_spare = max(0, self.pool.num_free - self._num_missing)
         return min(limit, (len(request.block_ids) + num_spare) * self.pool.block_size - num_tokens)
 
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        """As `VllmOptionsScheduler.preempt`; the blocks that the victim was missing are no longer kept free for it."""
+        super().preempt(request, output)
+        self._num_missing -= self._missing.pop(request.request_id)
+
     # After the model
 
     def accept(self, output: SchedulerOutput, tokens: Mapping[RequestId, Sequence[int]]) -> dict[RequestId, int]:
@@ -225,13 +235,17 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
             given = _up_to_stop(request, tokens.get(request_id, ()))
             request.output_token_ids += given[:-1]
             output.num_scheduled_tokens[request_id] = num_new = max(1, len(given))
-            num_kept = blocks_for(request.num_computed_tokens + num_new, self.pool.block_size)
-            self.pool.free(request.block_ids[num_kept:][::-1])
-            del request.block_ids[num_kept:]
+            self.return_blocks(request, request.num_computed_tokens + num_new)
             self._accepted.append((request, num_new - 1))
             if given:
                 last_tokens[request_id] = given[-1]
         return last_tokens
+
+    def return_blocks(self, request: Request, num_tokens: int) -> None:
+        """Free the blocks of a request behind its first `num_tokens` tokens, the last one first."""
+        num_kept = blocks_for(num_tokens, self.pool.block_size)
+        self.pool.free(request.block_ids[num_kept:][::-1])
+        del request.block_ids[num_kept:]
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
         """As `Scheduler.update_from_output`. If the step had no `accept`, its draft tokens are rejected first.
@@ -252,7 +266,7 @@ class SpeculativeScheduler(ChunkedPrefillScheduler):
         return super().update_from_output(output, token_ids)
 
     def recover(self) -> None:
-        """As `ChunkedPrefillScheduler.recover`; tokens that `accept` has recorded and no commit has confirmed go."""
+        """As `VllmOptionsScheduler.recover`; tokens that `accept` has recorded and no commit has confirmed go."""
         if self.outstanding is not None:
             for request in self.outstanding.scheduled:
                 request.draft_token_ids = []

@@ -19,6 +19,7 @@ from minicache.scheduler import (
     Scheduler,
     SharingScheduler,
     StaticBatchScheduler,
+    VllmOptionsScheduler,
 )
 
 STAGES = (
@@ -28,6 +29,7 @@ STAGES = (
     FairScheduler,
     SharingScheduler,
     ChunkedPrefillScheduler,
+    VllmOptionsScheduler,
 )
 """Those known to decide nothing in such a stretch. A subclass may, and is called at every step."""
 

@@ -226,8 +226,7 @@ class LLM(EngineLoop):
             Its id.
 
         Raises:
-            TypeError, ValueError, IndexError, UnknownWordError, RequestTooLargeError, ConstraintError,
-                MissingExtraError: as `generate`; also for an id that is in use, or if num_logprobs is no such number.
+            Exception: as `generate`; ValueError also for an id that is in use, or if num_logprobs is no such number.
                 Nothing was added.
         """
         if num_logprobs is not None:

@@ -215,13 +215,13 @@ class EngineOptions:
     long_prefill_threshold: int = field(
         default=0,
         metadata=option(
-            "Maximum prompt tokens of one request in a step (chunked); 0: no limit.",
+            "Maximum prompt tokens of one request in a step with others (chunked); 0: no limit.",
             at_least=0,
             panel=BATCH,
             serve=Face(
                 "one client's long prompt must not take the whole step",
                 default=None,
-                help="Maximum prompt tokens of one request in a step; 0: no limit; default: 512 (chunked).",
+                help="Maximum prompt tokens of one request in a step with others; 0: no limit; default: 512 (chunked).",
             ),
         ),
     )

@@ -94,5 +94,6 @@ def test_a_processs_engine_has_the_options_that_the_messages_had_lost() -> None:
     threads = torch.get_num_threads()
     options = ReplicaOptions(num_blocks=40, watermark=0.5, long_prefill_threshold=4, num_threads=threads)
     llm = make_llm(options)
-    llm.add_request([5] * 10, SamplingParams(max_tokens=2))
-    assert llm.scheduler.schedule().num_scheduled_tokens == {0: 4}
+    for _ in range(2):  # the threshold is not for a request that is alone
+        llm.add_request([5] * 10, SamplingParams(max_tokens=2))
+    assert llm.scheduler.schedule().num_scheduled_tokens == {0: 4, 1: 4}

@@ -111,7 +111,7 @@ def test_tokens_do_not_depend_on_the_batch_or_on_failures(
         [alone[index]] = serve(LLM(model, tokenizer=tokenizer), [prompt], [params]).values()
     llm = LLM(model, tokenizer=tokenizer, **ENGINES[engine])
     assert serve(llm, prompts[:5], wishes) == alone
-    for where in ("run_model", "run_model, after", "pick"):
+    for where in ("run_model", "run_model, after", "sample"):
         llm = LLM(model, tokenizer=tokenizer, **ENGINES[engine])
         failing = sabotage(llm, where, first=3, every=11)
         assert serve(llm, prompts[:5], wishes) == alone, where
@@ -174,11 +174,14 @@ def test_a_stop_string_and_max_tokens_still_end_an_answer(model: MiniGPT, tokeni
     assert (stopped.finish_reason, stopped.text[:5]) == ("stop", " Yes,")
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 def test_where_nothing_is_allowed_one_request_ends(
-    model: MiniGPT, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    model: MiniGPT, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, overlaps: bool
 ) -> None:
-    llm = LLM(model, tokenizer=tokenizer)
+    llm = LLM(model, tokenizer=tokenizer, async_scheduling=overlaps)
     [plain] = llm.generate(["The"], FREE)
+    llm.generate(["The"], SamplingParams(max_tokens=14, choice=ANSWERS))
+    assert not caplog.text
     [late, free] = llm.generate(["The"] * 2, [SamplingParams(regex="Yes, xyz"), FREE])
     assert free == plain
     assert (late.finish_reason, late.text, len(late.token_ids)) == ("error", " Yes,", 2)

@@ -33,6 +33,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunked": SMALL | {"max_num_batched_tokens": 7},
     "chunked, dense": SMALL | {"max_num_batched_tokens": 7, "cache": "dense"},
     "chunked, swap, prefixes": SWAP | {"max_num_batched_tokens": 12, "prefix_caching": True},
+    "async": SMALL | {"max_num_batched_tokens": 7, "async_scheduling": True},
+    "async, swap, prefixes": SWAP | {"max_num_batched_tokens": 12, "prefix_caching": True, "async_scheduling": True},
 }
 
 
@@ -53,7 +55,7 @@ class Failing:
         return result
 
 
-WHERE = ("schedule", "move_blocks", "run_model", "run_model, after", "pick", "update", "update, after")
+WHERE = ("schedule", "move_blocks", "run_model", "run_model, after", "sample", "update", "update, after")
 
 
 def sabotage(llm: LLM, where: str, **options: int) -> Failing:
@@ -100,9 +102,9 @@ def test_tokens_are_those_of_a_run_without_failures(
     wishes = wishes_of(temperature)
     plain = serve(LLM(model, num_blocks=200), prompts[:5], wishes)
     for where in WHERE:
-        if where == "update" and temperature:
-            continue  # its tokens were drawn already
         llm = LLM(model, **ENGINES[engine])
+        if where == "update" and temperature and llm.overlap is None:
+            continue  # its tokens were drawn already
         failing = sabotage(llm, where, first=3, every=11)
         assert serve(llm, prompts[:5], wishes) == plain, where
         assert failing.num_failures > 1, where
@@ -139,9 +141,10 @@ def test_a_request_longer_than_a_step_is_computed_again(model: MiniGPT, prompts:
         assert got == serve(LLM(model), prompts[:3], [SamplingParams(max_tokens=20, ignore_eos=True)] * 3)
 
 
-def test_an_interrupt_is_recovered_from_too(model: MiniGPT, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_interrupt_is_recovered_from_too(model: MiniGPT, prompts: list[list[int]], overlaps: bool) -> None:
     """Ctrl-C in the middle of the model, in a notebook."""
-    llm = LLM(model, num_blocks=64)
+    llm = LLM(model, num_blocks=64, async_scheduling=overlaps)
     expected = llm.generate(prompts[:2], SamplingParams(max_tokens=5))
     fine = llm.run_model
 
@@ -213,7 +216,8 @@ def test_a_request_that_outgrew_the_memory_in_the_failed_step_is_told(model: Min
     assert (chunks[-1].token_id, chunks[-1].finish_reason) == (None, "capacity")
 
 
-def test_log_probabilities_of_recovered_requests(model: MiniGPT, prompts: list[list[int]]) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_log_probabilities_of_recovered_requests(model: MiniGPT, prompts: list[list[int]], overlaps: bool) -> None:
     def run(llm: LLM, **options: int) -> list[Any]:
         failing = sabotage(llm, "run_model", **options) if options else None
         for prompt in prompts[:3]:
@@ -230,7 +234,8 @@ def test_log_probabilities_of_recovered_requests(model: MiniGPT, prompts: list[l
         assert failing is None or failing.num_failures
         return [chunks[each] for each in range(3)]
 
-    assert run(LLM(model, num_blocks=64), first=3, every=4) == run(LLM(model, num_blocks=64))
+    failing = LLM(model, num_blocks=64, async_scheduling=overlaps)
+    assert run(failing, first=3, every=4) == run(LLM(model, num_blocks=64))
 
 
 def test_a_tokenizer_that_fails_on_a_finished_request_hangs_no_stream(

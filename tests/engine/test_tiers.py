@@ -69,6 +69,8 @@ def folder(tmp_path: Path, expected: list[list[int]]) -> Path:
         {},
         {"scheduler": "fair"},
         {"scheduler": "async"},
+        {"async_scheduling": True},
+        {"async_scheduling": True, "num_blocks": 13, "kv_tier_policy": "write_back"},
         {"speculative": "ngram"},
         {"kv_tier_policy": "write_back"},
         {"num_blocks": 13},

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from minicache.errors import InvariantError
-from minicache.request import Request
+from minicache.request import Request, RequestStatus
 from minicache.scheduler import ChunkedPrefillScheduler, VllmPriorityScheduler, create_scheduler
 from minicache.scheduler.audit_priority import PriorityAuditor
 from minicache.scheduler.observe import observe
@@ -122,6 +122,22 @@ def test_an_undone_victim_leaves_no_hash():
     assert (output.preempted, output.num_scheduled_tokens) == (["a"], {"b": 1})
     assert scheduler.waiting["a"].token_ids(0, 4) == [970, 971, 7, 7]
     assert len(scheduler.find_prefix(Request("again", [970, 971, 7, 7, 8], 9))) == 1
+
+
+def test_an_undone_victim_is_copied_nowhere():
+    """6 blocks of 2: a has 2, which its fork shares, and b 3. In step 2 a takes the last one for a copy of its tail.
+
+    Then b, more urgent, needs two. The fork is swapped out, which frees one. What a has computed would be copied in
+    this step, too late for a swap: a starts over.
+    """
+    options = {"num_blocks": 6, "max_num_batched_tokens": 6, "reserve_full_prompt": False}
+    scheduler = observe(priority(preemption="swap", num_host_blocks=9, **options), PriorityAuditor())
+    assert steps_of(scheduler, [("a", 2, 9, 1, 0), ("b", 10, 1, 0, 1)], 2) == [{"a": 2}, {"a": 1, "b": 5}]
+    a, fork = scheduler.running[0], scheduler.fork_request("a", "fork")
+    output = scheduler.schedule()
+    assert (output.preempted, output.num_scheduled_tokens) == (["fork", "a"], {"b": 5})
+    assert (output.blocks_to_copy, list(output.swapped_out)) == ([], ["fork"])
+    assert (a.status, fork.status) == (RequestStatus.WAITING, RequestStatus.SWAPPED)
 
 
 def test_compatibility_holds_with_either():

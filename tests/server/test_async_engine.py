@@ -197,7 +197,11 @@ def test_when_the_thread_dies_everybody_is_told(llm: LLM, model: Any, monkeypatc
     run(work)
 
 
-def test_a_step_that_fails_once_ends_the_newcomers_only(llm: LLM, model: Any) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_fails_once_ends_the_newcomers_only(model: Any, overlaps: bool) -> None:
+    """If a step is in flight behind it, that one is not blamed."""
+    torch.set_num_threads(1)
+    llm = LLM(model, num_blocks=128, prefix_caching=True, async_scheduling=overlaps)
     expected = [each.token_ids for each in llm.generate([[5, 6]], SamplingParams(max_tokens=30, ignore_eos=True))]
     gate = Gate(model)
 
@@ -227,7 +231,11 @@ def fail_when_new(model: Any) -> None:
     model.after = raise_if_new
 
 
-@pytest.mark.parametrize("options", [{}, {"preemption": "swap", "num_host_blocks": 32}], ids=["recompute", "swap"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"preemption": "swap", "num_host_blocks": 32}, {"async_scheduling": True}],
+    ids=["recompute", "swap", "async"],
+)
 def test_clients_that_come_and_go_as_they_like_get_what_they_would_get_alone(model: Any, options: Any) -> None:
     """Few blocks, so they preempt each other; they leave at the door, after a few tokens, or not at all."""
     torch.set_num_threads(1)

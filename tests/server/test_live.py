@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,25 @@ def test_a_picture_says_what_the_scheduler_says(every_step: None, name: str) -> 
     assert sum(step["decode"] for step in idle["steps"]) == 5 * 4  # the first token of each comes of its prompt
     assert idle["ttft"]["count"] == idle["tpot"]["count"] == 5
     assert idle["tokens_per_second"] > 0
+
+
+def test_two_steps_that_overlap_are_two_bars(every_step: None) -> None:
+    """Each has its own tokens; what a request computes after its stop token counts as computed, and gives none."""
+    scheduler, view = watched(create_scheduler("async", num_blocks=20, block_size=4))
+    scheduler.add_request(Request("stops", [1] * 6, 9, stop_token_ids=[7]))
+    add(scheduler, "a", num_prompt=10, max_tokens=3)
+    view.snapshot()
+    older = scheduler.schedule()
+    while older.scheduled:
+        newer = scheduler.schedule()
+        report(scheduler, older)
+        older = newer
+    report(scheduler, older)
+    steps = view.snapshot()["steps"]
+    assert [(step["number"], step["prefill"], step["decode"]) for step in steps] == [(0, 16, 0), (1, 0, 2), (2, 0, 1)]
+    assert [step.num_tokens for step in view._steps] == [2, 1, 1]
+    assert all(before.ended <= after.begun for before, after in pairwise(view._steps))
+    assert view.snapshot()["ttft"]["count"] == 2
 
 
 class NewestFirst(Scheduler):

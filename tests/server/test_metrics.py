@@ -418,14 +418,17 @@ def test_gauges_follow_every_call(stage: str) -> None:
 # With a model
 
 
-def llm_of(**options: Any) -> tuple[LLM, Metrics]:
-    scheduler = create_scheduler("chunked", **{"num_blocks": 64, "max_model_len": 512} | options)
+def llm_of(*, overlaps: bool, **options: Any) -> tuple[LLM, Metrics]:
+    scheduler = create_scheduler(
+        "async" if overlaps else "chunked", **{"num_blocks": 64, "max_model_len": 512} | options
+    )
     metrics = Metrics("minigpt")
-    return LLM(scheduler=scheduler, observers=[metrics.watch(scheduler)]), metrics
+    return LLM(scheduler=scheduler, observers=[metrics.watch(scheduler)], async_scheduling=overlaps), metrics
 
 
-def test_an_llm_with_stop_strings_several_answers_and_aborts() -> None:
-    llm, metrics = llm_of(prefix_caching=True)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_llm_with_stop_strings_several_answers_and_aborts(overlaps: bool) -> None:
+    llm, metrics = llm_of(prefix_caching=True, overlaps=overlaps)
     greedy, several = SamplingParams(max_tokens=12), SamplingParams(max_tokens=6, temperature=1.0, n=3, ignore_eos=True)
     [whole] = llm.generate(["Yesterday I"], greedy)
     word = whole.text.split()[2]
@@ -443,8 +446,9 @@ def test_an_llm_with_stop_strings_several_answers_and_aborts() -> None:
     assert got["vllm:num_requests_running"] == got["vllm:num_requests_waiting"] == got["vllm:kv_cache_usage_perc"] == 0
 
 
-def test_an_llm_whose_model_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, metrics = llm_of()
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_llm_whose_model_fails(monkeypatch: pytest.MonkeyPatch, overlaps: bool) -> None:
+    llm, metrics = llm_of(overlaps=overlaps)
     good, calls = llm.run_model, iter([True, False, True, True, *[False] * 100])
 
     def run_model(output: SchedulerOutput) -> Any:

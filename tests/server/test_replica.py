@@ -346,6 +346,22 @@ def test_an_engine_is_started_again_though_the_folder_of_its_socket_was_removed(
 
 
 @pytest.mark.slow
+def test_an_engine_that_schedules_asynchronously_gives_the_same_answers(served: Served) -> None:
+    """And has nothing left to do once its last step, which no request waits for, is over."""
+    ahead = Served(options=replace(OPTIONS, async_scheduling=True))
+    try:
+        for stop in (None, [" the"]):
+            wish = LONG | {"stream": False, "max_tokens": 40, "stop": stop, "n": 2, "temperature": 1, "seed": 1}
+            found = [json.loads(each.ask("POST", "/v1/completions", wish)[1])["choices"] for each in (served, ahead)]
+            assert found[0] == found[1]
+        with ahead.begin():
+            pass  # it leaves
+        ahead.until(lambda: ahead.metric("vllm:kv_cache_usage_perc") == ahead.metric("vllm:num_requests_running") == 0)
+        assert ahead.client.replicas[0].num_starts == 1
+    finally:
+        ahead.stop()
+
+
 def test_several_engines_share_the_requests_and_one_that_dies_takes_only_its_own() -> None:
     served = Served(num_replicas=2)
     try:

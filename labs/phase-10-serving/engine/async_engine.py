@@ -425,23 +425,30 @@ class AsyncEngine:
 class LastStep(Observer):
     """Remembers the step in progress, whose requests are suspected if it fails.
 
+    With asynchronous scheduling there may be two. The older one is waited for, so it is the one that fails.
+
     Attributes:
-        requests: of the last output, in batch order; none if its tokens were recorded, or it was forgotten.
+        requests: of the oldest output whose tokens are not recorded, in batch order; none if there is no such, or it
+            was forgotten.
         has_failed: whether a step has failed since tokens were last recorded.
     """
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.has_failed = False
+        self._ahead: list[Request] = []  # of the step behind it
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """A step begins."""
-        self.requests = output.scheduled
+        if scheduler.outstanding is output:
+            self.requests, self._ahead = output.scheduled, []
+        else:
+            self._ahead = output.scheduled
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """Its tokens are recorded."""
-        self.requests, self.has_failed = [], False
+        self.requests, self._ahead, self.has_failed = self._ahead, [], False
 
     def forget(self) -> None:
         """It has failed, and its requests were handled."""
-        self.requests, self.has_failed = [], True
+        self.requests, self._ahead, self.has_failed = [], [], True

@@ -113,6 +113,8 @@ class Answer:
         num_chunks: how many chunks were emitted.
         num_logprobs: how many of the likeliest tokens each chunk is to have; None: no log probabilities.
         logprobs: those of tokens that have no chunk yet.
+        drawn: tokens that were picked in steps that were given up before their commit, by their index in the output: to
+            be taken when it is reached again (`minicache.engine.overlap`).
         constraint: which tokens it may have; None: all.
     """
 
@@ -125,6 +127,7 @@ class Answer:
     num_chunks: int = 0
     num_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    drawn: dict[int, int] = field(default_factory=dict)
     constraint: Constraint | None = None
 
     @property

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
@@ -27,6 +28,7 @@ from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
 from minicache.engine.options import EngineOptions, with_options
+from minicache.engine.overlap import Overlap, require_overlap
 from minicache.engine.runners.find import cache_nbytes, find_runner, make_memory
 from minicache.engine.runners.parallel import parallelize, require_combination
 from minicache.engine.runners.verify import SpeculativeRunner
@@ -81,6 +83,7 @@ class LLM(EngineLoop):
             call `grammars.compile`: steps go on meanwhile.
         answers: request id → `Answer`, for all unfinished answers. If a request asks for several, the first has its id,
             and the others have an `AnswerId`.
+        overlap: schedules a step while the model runs the one before; None without `async_scheduling`.
 
     Raises:
         CheckpointError: checkpoint, file or folder cannot be read.
@@ -105,6 +108,8 @@ class LLM(EngineLoop):
         check_kv_cache_dtype(held, given.cache)
         if size != 1:
             require_combination(size, given.cache)
+        if given.async_scheduling:
+            require_overlap(given)
         found = find_model(model)
         dtype = cast("torch.dtype | None", given.dtype)
         model = load_model(found, dtype, given.device, weight_dtype=given.weight_dtype, tensor_parallel_size=size)
@@ -140,6 +145,7 @@ class LLM(EngineLoop):
                 self.max_model_len,
                 enforce_eager=eager,
             )
+        self.overlap = Overlap(self) if given.async_scheduling else None
         named_ends: tuple[int, ...] = getattr(model.config, "end_token_ids", ())
         self.grammars = Grammars(lambda: self.tokenizer, model.config.vocab_size, named_ends)
         self._masks: StepMasks | None = None  # once a request has asked for a constraint
@@ -289,7 +295,8 @@ class LLM(EngineLoop):
     @property
     def has_unfinished(self) -> bool:
         """Whether `step()` has anything to compute, or to return."""
-        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork)
+        in_flight = self.overlap is not None and self.overlap.flights
+        return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork or in_flight)
 
     @property
     def num_loading(self) -> int:
@@ -303,6 +310,12 @@ class LLM(EngineLoop):
 
     # The loop: `EngineLoop`, and what later phases add to it
 
+    def step(self) -> list[Chunk]:
+        """As `EngineLoop.step`; with `async_scheduling`, as `Overlap.step`, which leaves a step in flight."""
+        if self.overlap is None:
+            return super().step()
+        return self.overlap.step(drain=any(map(self._can_be_forked, self._waiting_to_fork)))
+
     def recover(self) -> None:
         """As `EngineLoop.recover`. After an interrupt, such as Ctrl-C, the step is given up as a whole.
 
@@ -310,6 +323,8 @@ class LLM(EngineLoop):
         finished; of the others, tokens that were committed, and not emitted, are computed again.
         """
         error = sys.exception()
+        if self.overlap is not None:
+            self.overlap.give_up()
         if error is not None and not isinstance(error, Exception):
             restore(self.scheduler)
             self.scheduler.recover()
@@ -400,7 +415,9 @@ class LLM(EngineLoop):
         return [_named(chunk) for chunk in super().collect()]
 
     def _tend_tiers(self, tiers: TierStack) -> None:
-        """Between two steps: store what is full before a pause; or wait for a load, if there is nothing else to do."""
+        """With no step in flight: store what is full before a pause; or wait for a load, if nothing else is to do."""
+        if self.overlap is not None and self.overlap.flights:
+            return
         if not self.scheduler.has_unfinished:
             scheduler = cast(TieredScheduler, self.scheduler)
             cast(TieredMemory, self.memory).store(scheduler.take_filled())
@@ -409,7 +426,7 @@ class LLM(EngineLoop):
 
     def _constraint_of(self, request_id: RequestId) -> Constraint | None:
         """The constraint of an answer's request."""
-        answer = self.answers.get(request_id)
+        answer = (self.answers if self.overlap is None else self.overlap.answers).get(request_id)
         return None if answer is None else answer.constraint
 
     def _sampler_of(self, request_id: RequestId) -> TokenSampler | None:
@@ -482,6 +499,9 @@ class LLM(EngineLoop):
             for answer in answers:
                 if self.answers.get(answer.request.request_id) is answer:
                     self.abort_request(answer.request.request_id)
+            if self.overlap is not None and not self.scheduler.has_unfinished:
+                with suppress(Exception):  # of a last step, whose tokens no request waits for
+                    self._chunks += self.step()
 
     def _begin(self, answers: list[Answer]) -> None:
         """Add all answers, or none: the scheduler gets the requests of all but those that are forked later."""
@@ -511,12 +531,19 @@ class LLM(EngineLoop):
             return False
         if first.status is not RequestStatus.RUNNING:
             self.scheduler.add_request(answer.request)
-        elif self.scheduler.num_running < self.scheduler.max_num_seqs:
+        elif self._can_be_forked(answer) and self.scheduler.outstanding is None:
             scheduler = cast(SharingScheduler, self.scheduler)
             answer.request = scheduler.fork_request(first.request_id, answer.request.request_id, [])
         else:
             return False
         return True
+
+    def _can_be_forked(self, answer: Answer) -> bool:
+        """Whether an answer that waits for its fork can have it, as soon as no step is outstanding."""
+        first = answer.first
+        assert first is not None
+        has_slot = self.scheduler.num_running < self.scheduler.max_num_seqs
+        return first.status is RequestStatus.RUNNING and bool(first.output_token_ids) and has_slot
 
     def answers_of(self, name: RequestId) -> list[RequestId]:
         """The scheduler's ids for the unfinished answers of a request. Does not search `answers`."""
@@ -558,8 +585,9 @@ def make_scheduler(
             nbytes = int(nbytes * share_of_target(speculative, model, held))
         given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
+    name = "async" if options.async_scheduling and options.scheduler == "chunked" else options.scheduler
     given |= {"num_speculative_tokens": num_drafts, "tiers": tiers, "tier_policy": options.kv_tier_policy}
-    return create_scheduler(options.scheduler, **given)
+    return create_scheduler(name, **given)
 
 
 def _add_logprobs(answer: Answer) -> None:

@@ -108,6 +108,9 @@ class EngineOptions:
             be captured.
         tensor_parallel_size: over how many processes the model is divided (`minicache.parallel`), this one included; on
             GPUs each takes one. What is counted in bytes is of each of them.
+        async_scheduling: schedule a step while the model runs the one before (`minicache.engine.overlap`). With
+            scheduler "chunked", or an `AsyncChunkedScheduler`, and a paged cache; neither with several processes nor
+            with speculative. Answers do not change.
         speculative: where draft tokens come from: "ngram", a draft model ("minigpt-draft", or as `model`), or a
             `SpeculativeConfig`, which says how many; None: there are none. With scheduler "chunked", or a
             `SpeculativeScheduler`, and a paged cache. Answers do not change, and come in fewer steps
@@ -218,18 +221,26 @@ class EngineOptions:
     long_prefill_threshold: int = field(
         default=0,
         metadata=option(
-            "Maximum prompt tokens of one request in a step (chunked); 0: no limit.",
+            "Maximum prompt tokens of one request in a step with others (chunked); 0: no limit.",
             at_least=0,
             panel=BATCH,
             serve=Face(
                 "one client's long prompt must not take the whole step",
                 default=None,
-                help="Maximum prompt tokens of one request in a step; 0: no limit; default: 512 (chunked).",
+                help="Maximum prompt tokens of one request in a step with others; 0: no limit; default: 512 (chunked).",
             ),
         ),
     )
     reserve_full_prompt: bool = field(
         default=True, metadata=option("Admit a request when its first chunk's blocks are free (chunked).", panel=BATCH)
+    )
+    async_scheduling: bool = field(
+        default=False,
+        metadata=option(
+            "Schedule each step while the model runs the one before (chunked).",
+            panel=BATCH,
+            simulate=Face("in simulated time scheduling takes none", is_left_out=True),
+        ),
     )
     kv_cache_dtype: KVCacheDType | None = field(
         default=None,

@@ -43,7 +43,8 @@ class SchedulerOutput:
     @property
     def has_work(self) -> bool:
         """Whether there is anything to carry out: tokens to compute, or blocks to copy."""
-        return bool(self.scheduled or self.swapped_out)  # the other copies are made for requests that compute
+        # The other copies are made for requests that compute.
+        return bool(self.scheduled or self.swapped_out or self.blocks_to_store or self.blocks_to_load)
 
     @property
     def total_num_scheduled_tokens(self) -> int:

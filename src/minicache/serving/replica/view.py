@@ -58,7 +58,10 @@ class Step:
         num_prefill: tokens of prompts that it computed, and those computed again after a preemption.
         num_decode: newest tokens that it computed, one a request, and draft tokens.
         preempted: who lost their place in it.
-        prefilling: the requests whose tokens are counted in num_prefill; emptied when the step is over.
+        output: what was scheduled; None when the step is over.
+        prefilling: the requests whose tokens are counted in num_prefill, and how many tokens of output each had;
+            emptied when the step is over.
+        num_dropped: of num_decode, those whose requests had finished with the step before.
         ended: when its tokens had been recorded.
         num_tokens: tokens that came of it.
     """
@@ -68,7 +71,9 @@ class Step:
     num_prefill: int
     num_decode: int
     preempted: list[int]
-    prefilling: list[Request]
+    output: SchedulerOutput | None
+    prefilling: list[tuple[Request, int]]
+    num_dropped: int = 0
     ended: float = 0.0
     num_tokens: int = 0
 
@@ -90,7 +95,7 @@ class LiveView(Observer):
         self._swapped: set[RequestId] = set()
         self._num_steps = 0
         self._num_preemptions = 0
-        self._open: Step | None = None  # scheduled, and not reported yet
+        self._open: list[Step] = []  # scheduled, and not reported yet: one, or two that overlap
         self._steps: deque[Step] = deque(maxlen=NUM_STEPS)
         self._ttfts: deque[float] = deque(maxlen=NUM_LATENCIES)
         self._tpots: deque[float] = deque(maxlen=NUM_LATENCIES)
@@ -136,53 +141,62 @@ class LiveView(Observer):
         self._lives[child.request_id] = child_life
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
-        """Begin a step. One that was begun and never reported is forgotten."""
+        """Begin a step. One that was begun and never reported is forgotten, unless the two overlap."""
         now = perf_counter()
         if output.scheduled:
             self._wake()
-        num_decode, num_prefill, prefilling = 0, 0, []
+        num_decode, num_prefill = 0, 0
+        prefilling: list[tuple[Request, int]] = []
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=False):
-            outputs, num_drafts = len(request.output_token_ids), len(output.draft_token_ids.get(request.request_id, ()))
+            outputs = len(request.output_token_ids) + request.num_placeholders
+            num_drafts = len(output.draft_token_ids.get(request.request_id, ()))
             is_newest = num_new - num_drafts == 1
             if outputs and is_newest and request.num_computed_tokens + 1 == request.num_prompt_tokens + outputs:
                 num_decode += num_new
             else:
                 num_prefill += num_new
-                prefilling.append(request)
+                prefilling.append((request, outputs))
         preempted = [self._number(request_id) for request_id in output.preempted]
         self._num_preemptions += len(preempted)
         if output.swapped_out or output.swapped_in:
             self._swapped = (self._swapped | output.swapped_out.keys()) - output.swapped_in.keys()
         for request_id in output.finished:
             self._forget(request_id)
-        self._open = Step(self._num_steps, now, num_prefill, num_decode, preempted, prefilling)
+        if not scheduler.overlaps:
+            self._open.clear()
+        number = self._num_steps + len(self._open)
+        self._open.append(Step(number, now, num_prefill, num_decode, preempted, output, prefilling))
         if now - self._asked < INTEREST_SECONDS and now >= self._next:
             self._draw(scheduler, output)
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, ended: list[Request]) -> None:
         """The step is over: note its times, and those of the requests that had their first or their last token."""
         now = perf_counter()
-        step = self._open
+        step = self._open.pop(0) if self._open and self._open[0].output is output else None
         if step is not None and (output.num_scheduled_tokens or output.preempted):
-            step.ended = now
+            step.number, step.output, step.ended = self._num_steps, None, now
+            if self._steps:
+                step.begun = max(step.begun, self._steps[-1].ended)
             num_left = sum(output.num_scheduled_tokens[each] - 1 for each in output.draft_token_ids)
             num_rejected = sum(map(len, output.draft_token_ids.values())) - num_left
-            step.num_tokens = step.num_decode - num_rejected
-            for request in step.prefilling:
-                if request.num_computed_tokens + 1 == request.num_tokens and request.output_token_ids:
+            step.num_tokens = step.num_decode - num_rejected - step.num_dropped
+            for request, num_outputs in step.prefilling:
+                if len(request.output_token_ids) > num_outputs:
                     step.num_tokens += 1
                     self._note_first(request, now)
             step.prefilling = []
             self._steps.append(step)
             self._num_steps += 1
-        self._open = None
         for request in ended:
             self._note_end(scheduler, request, now)
+            for ahead in self._open:
+                assert ahead.output is not None
+                ahead.num_dropped += request.request_id in ahead.output.num_scheduled_tokens
         self._draw_if_idle(scheduler)
 
     def on_recover(self, scheduler: Scheduler) -> None:
         """A step failed: it is none of those that are shown, and nothing is swapped out any more."""
-        self._open = None
+        self._open.clear()
         self._swapped = set()
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:

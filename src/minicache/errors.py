@@ -25,6 +25,10 @@ class SharedBlockError(MinicacheError):
     """A table would write into a block that another table reads too. Nothing was allocated and nothing was written."""
 
 
+class CorruptBlockError(MinicacheError):
+    """A block in a tier is not what was stored there. It is dropped, and its tokens are computed."""
+
+
 class RequestTooLargeError(MinicacheError):
     """A request could never be served, so it is refused before it is queued. Nothing has changed."""
 

@@ -82,6 +82,7 @@ def test_every_option_survives_the_message_to_a_process() -> None:
     strings = ("model", "device", "speculative")
     others |= dict.fromkeys(strings, "x") | {"scheduler": "paged", "cache": "dense", "preemption": "swap"}
     others |= {"kv_cache_dtype": "int8", "weight_dtype": "int4", "dtype": "float16"}
+    others |= {"kv_tiers": ["cpu:1MB", "disk:kv"], "kv_tier_policy": "write_back"}
     options = ReplicaOptions(**others)
     assert all(getattr(options, each.name) != each.default for each in fields(options))
     assert msgspec.json.decode(msgspec.json.encode(options), type=ReplicaOptions) == options

@@ -34,6 +34,7 @@ from minicache.engine.runners.parallel import parallelize, require_combination
 from minicache.engine.runners.verify import SpeculativeRunner
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import Tokenizer
+from minicache.engine.tiered import IDLE_SECONDS, TieredMemory, make_tiers
 from minicache.errors import InvariantError, require_count
 from minicache.request import RequestId, RequestStatus
 from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
@@ -41,6 +42,8 @@ from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.restore import restore
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
+from minicache.scheduler.tiered import TieredScheduler
+from minicache.tiers.stack import TierStack
 
 __all__ = ["LLM", "Chunk", "Completion"]
 
@@ -74,6 +77,7 @@ class LLM(EngineLoop):
         forks: whether further answers to a prompt are forks of the first (phase 8).
         memory: where the requests' keys and values are.
         runner: runs the model's steps in a way of their own (`minicache.engine.runners.find`); None: `run_model` does.
+        tiers: where blocks outlive the prefix cache (`minicache.tiers`), or None.
         speculation: that runner, if the engine speculates; else None. What was accepted is in `scheduler.draft_stats`.
         grammars: compiles the constraints of answers. Before a server adds a constrained request, it has another thread
             call `grammars.compile`: steps go on meanwhile.
@@ -113,13 +117,18 @@ class LLM(EngineLoop):
             model = parallelize(model, size, dtype, given.device)
         self.tokenizer = load_tokenizer(found) if tokenizer is None else tokenizer
         config = None if given.speculative is None else load_speculative(given.speculative, model)
-        scheduler = make_scheduler(given, model, config)
+        self.tiers = make_tiers(given, model)
+        scheduler = make_scheduler(given, model, config, self.tiers)
         if scheduler.has_unfinished:
             raise ValueError("the scheduler has requests already, which this engine does not know: give it a new one")
         if given.cache not in ("paged", "dense"):
             raise ValueError(f'cache must be "paged" or "dense"; got {given.cache!r}')
         observed = observe(scheduler, *observers) if observers else scheduler
-        super().__init__(model, observed, make_memory(model, scheduler, given.cache, held))
+        if self.tiers is None:
+            memory = make_memory(model, scheduler, given.cache, held)
+        else:
+            memory = TieredMemory(model, scheduler, held, self.tiers)
+        super().__init__(model, observed, memory)
         longest = model.config.max_seq_len
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
         self.forks = isinstance(scheduler, SharingScheduler) and given.cache == "paged"
@@ -290,6 +299,11 @@ class LLM(EngineLoop):
         return self.scheduler.has_unfinished or bool(self._chunks or self._waiting_to_fork or in_flight)
 
     @property
+    def num_loading(self) -> int:
+        """Requests that wait for blocks from the tiers; 0 without tiers."""
+        return 0 if self.tiers is None else cast(TieredScheduler, self.scheduler).num_loading
+
+    @property
     def storage(self) -> PagedStorage | None:
         """The blocks' memory; None for a dense cache."""
         return self.memory.storage
@@ -396,7 +410,17 @@ class LLM(EngineLoop):
         for answer in self._waiting_to_fork.copy():
             if self._fork(answer):
                 self._waiting_to_fork.remove(answer)
+        if self.tiers is not None:
+            self._tend_tiers(self.tiers)
         return [_named(chunk) for chunk in super().collect()]
+
+    def _tend_tiers(self, tiers: TierStack) -> None:
+        """Between two steps: store what is full before a pause; or wait for a load, if there is nothing else to do."""
+        if not self.scheduler.has_unfinished:
+            scheduler = cast(TieredScheduler, self.scheduler)
+            cast(TieredMemory, self.memory).store(scheduler.take_filled())
+        elif self.num_loading and not self.scheduler.running and not self._chunks:
+            tiers.wait(IDLE_SECONDS)
 
     def _constraint_of(self, request_id: RequestId) -> Constraint | None:
         """The constraint of an answer's request."""
@@ -460,7 +484,8 @@ class LLM(EngineLoop):
             while unfinished:
                 num_steps = self.memory.num_steps
                 self._chunks += self.step()  # chunks of other callers' requests go back: their step() returns them
-                num_idle = 0 if chunks or self.memory.num_steps > num_steps else num_idle + 1
+                is_idle = not chunks and self.memory.num_steps == num_steps and not self.num_loading
+                num_idle = num_idle + 1 if is_idle else 0
                 if num_idle > MAX_IDLE_STEPS:
                     left = [answer.request for answer in answers if not answer.finish_reason]
                     raise InvariantError(f"the scheduler schedules nothing any more; unfinished: {left[:3]} …")
@@ -528,13 +553,16 @@ class LLM(EngineLoop):
         return next(name for name in self._names if not self.answers_of(name))
 
 
-def make_scheduler(options: EngineOptions, model: Model, speculative: SpeculativeConfig | None) -> Scheduler:
+def make_scheduler(
+    options: EngineOptions, model: Model, speculative: SpeculativeConfig | None, tiers: TierStack | None
+) -> Scheduler:
     """The scheduler that an engine's options name, with as many blocks as there is memory for; or the one given.
 
     Args:
         options: of the engine.
         model: what it runs; it is on its device.
         speculative: how it speculates.
+        tiers: what is below its prefix cache.
 
     Raises:
         TypeError, ValueError: as `create_scheduler`; or max_model_len is more than the model takes.
@@ -556,7 +584,8 @@ def make_scheduler(options: EngineOptions, model: Model, speculative: Speculativ
         given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     name = "async" if options.async_scheduling and options.scheduler == "chunked" else options.scheduler
-    return create_scheduler(name, **given, num_speculative_tokens=num_drafts)
+    given |= {"num_speculative_tokens": num_drafts, "tiers": tiers, "tier_policy": options.kv_tier_policy}
+    return create_scheduler(name, **given)
 
 
 def _add_logprobs(answer: Answer) -> None:

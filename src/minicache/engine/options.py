@@ -16,6 +16,7 @@ DType = Literal["float32", "float16", "bfloat16"]
 KVCacheDType = Literal["int8", "fp8_e4m3"]
 WeightDType = Literal["int8", "int4"]
 Preemption = Literal["recompute", "swap"]
+TierPolicy = Literal["write_through", "write_back"]
 
 BATCH, MODEL, PROCESSES = "Cache and batch", "Model and device", "Processes"
 
@@ -90,6 +91,11 @@ class EngineOptions:
         kv_cache_dtype: keys and values in one byte a number, with a scale for each token and head
             (`minicache.cache.quantized`): the same memory holds two to four times as many tokens. Such a cache is
             paged. None: in the dtype of the weights.
+        kv_tiers: where full blocks outlive the prefix cache, the fastest first: "cpu:SIZE", "disk:PATH",
+            "disk:PATH?max=SIZE" or "redis://HOST:PORT" (`minicache.tiers.specs`); for `LLM` also a `Tier`. Given any,
+            prefix_caching is on. None: nowhere.
+        kv_tier_policy: when a block is stored there: "write_through", once it is full, which outlives a restart; or
+            "write_back", once it is evicted from the cache.
         dtype: of the weights, for `LLM` a `torch.dtype`; None: float32 on a CPU, 16 bits on a GPU
             (`minicache.engine.loading.load_model`). A model that is given has its own.
         weight_dtype: round the weights of linear layers, as they are loaded, to int8 or to four bits, with a scale for
@@ -246,6 +252,25 @@ class EngineOptions:
                 "published models have 16 bits",
                 help="Quantize keys and values to one byte: int8 or fp8_e4m3; default: 16 bits.",
             ),
+        ),
+    )
+    kv_tiers: list[str] | None = field(
+        default=None,
+        metadata=option(
+            "Keep full blocks in a tier too: cpu:SIZE, disk:PATH[?max=SIZE] or redis://HOST:PORT. May be repeated.",
+            "TIER",
+            flag="--kv-tier",
+            panel=BATCH,
+            simulate=_NO_MODEL,
+        ),
+    )
+    kv_tier_policy: TierPolicy = field(
+        default="write_through",
+        metadata=option(
+            "When a block goes to the tiers: write_through (full) or write_back (evicted).",
+            "WHEN",
+            panel=BATCH,
+            simulate=_NO_MODEL,
         ),
     )
     dtype: DType | None = field(

@@ -14,6 +14,7 @@
 | `vllm_options` | "chunked" | – | with `long_prefill_threshold` or `watermark`: these two, as vLLM has them |
 | `vllm_priority` | "chunked" | – | with `policy="priority"`: the order and the victims, as vLLM has them |
 | `grouped` | "chunked" | phase 12 | with `windows`: blocks for several groups of layers |
+| `tiered` | any with `prefix_caching` | phase 12 | with `tiers`: which blocks come from there, and go there |
 
 `queue` is the waiting queue of all of them, `base` what they have in common.
 
@@ -23,7 +24,7 @@ Pure standard library.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from minicache.scheduler.async_chunked import AsyncChunkedScheduler
 from minicache.scheduler.base import Scheduler
@@ -38,6 +39,7 @@ from minicache.scheduler.queue import RequestQueue
 from minicache.scheduler.sharing import SharingScheduler
 from minicache.scheduler.speculative import SpeculativeScheduler
 from minicache.scheduler.static import StaticBatchScheduler
+from minicache.scheduler.tiered import TierPolicy, Tiers, with_tiers
 from minicache.scheduler.vllm_options import VllmOptionsScheduler
 from minicache.scheduler.vllm_priority import Policy, VllmPriorityScheduler
 
@@ -114,6 +116,8 @@ def create_scheduler(
     policy: Policy = "fair",
     windows: Sequence[int | None] | None = None,
     prefix_cache_retention: int | None = 0,
+    tiers: Tiers | None = None,
+    tier_policy: TierPolicy = "write_through",
 ) -> Scheduler:
     """A scheduler by the name of its stage.
 
@@ -144,6 +148,9 @@ def create_scheduler(
             without speculation.
         prefix_cache_retention: with windows, how much of the groups that have one the prefix cache keeps, as
             `GroupedScheduler` says: a multiple of block_size, or None for all of it.
+        tiers: what is below the prefix cache, which there is then; None: nothing. Not with "static", "continuous" or
+            windows.
+        tier_policy: when a block goes down: "write_through", once it is full, or "write_back", once it is evicted.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -153,6 +160,12 @@ def create_scheduler(
     options: dict[str, Any] = locals()
     require_scheduler(name)
     require_paged_options(preemption, num_host_blocks, watermark)
+    if tiers is not None:
+        options["prefix_caching"] = True
+        if windows is not None:
+            raise ValueError("tiers: they have blocks of one group of layers; leave out windows")
+        if name == "async":
+            raise ValueError('tiers: "async" has a step in flight when blocks go to them; take "chunked"')
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
         if unused is not None and type(options[option]) is not type(unused):
@@ -168,4 +181,7 @@ def create_scheduler(
         raise ValueError(f'no stage of "{name}" has {" and ".join(sorted(used))} together: leave one of them out')
     if cls is ChunkedPrefillScheduler and (long_prefill_threshold or watermark):
         cls = VllmOptionsScheduler
-    return cls(**{option: options[option] for option in cls.Options.__annotations__})
+    given = {option: options[option] for option in cls.Options.__annotations__}
+    if tiers is None:
+        return cls(**given)
+    return with_tiers(cast("type[PrefixCachingScheduler]", cls))(tiers=tiers, tier_policy=tier_policy, **given)  # type: ignore[call-arg]

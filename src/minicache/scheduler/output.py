@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from minicache.request import Request, RequestId
@@ -9,7 +10,7 @@ from minicache.request import Request, RequestId
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """The work of one step. Carry it out in this order: swap out, swap in, copy, run the model.
+    """The work of one step. Carry it out in this order: store, swap out, swap in, copy, load, run the model.
 
     Attributes:
         num_scheduled_tokens: id → how many of its next tokens are computed, ≥ 1, in batch order. For a request in
@@ -24,6 +25,8 @@ class SchedulerOutput:
         finished: ids of requests that this call finished without a token: FINISHED_CAPACITY.
         draft_token_ids: id → the draft tokens that the step computes behind the request's newest token, ≥ 1 of them, in
             batch order; requests without any are not in it.
+        blocks_to_store: pairs (block, hash) to store in the tiers (`minicache.scheduler.tiered`).
+        blocks_to_load: (block, hash, contents) of blocks that have come from there.
     """
 
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
@@ -34,6 +37,8 @@ class SchedulerOutput:
     blocks_to_copy: list[tuple[int, int]] = field(default_factory=list)
     finished: list[RequestId] = field(default_factory=list)
     draft_token_ids: dict[RequestId, list[int]] = field(default_factory=dict)
+    blocks_to_store: Sequence[tuple[int, bytes]] = ()
+    blocks_to_load: Sequence[tuple[int, bytes, bytes]] = ()
 
     @property
     def has_work(self) -> bool:

@@ -10,7 +10,6 @@ from minicache.request import RequestStatus
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import ObservedScheduler
 from minicache.scheduler.prefix_caching import PrefixCachingScheduler
-from minicache.scheduler.queue import RequestQueue
 
 
 def restore(scheduler: Scheduler) -> None:
@@ -25,7 +24,7 @@ def restore(scheduler: Scheduler) -> None:
             vars(pool).update(vars(type(pool)(pool.num_blocks, pool.block_size)))  # others refer to it too
     if isinstance(scheduler, PrefixCachingScheduler):
         scheduler._filled.clear()  # they name blocks by their requests, which have none any more
-    scheduler.waiting, scheduler.running = RequestQueue(scheduler.priority_key), []
+    scheduler.waiting, scheduler.running = type(scheduler.waiting)(scheduler.priority_key), []
     for request in list(scheduler._requests.values()):
         request.host_block_ids, request.draft_token_ids = [], []
         request.group_block_ids = [[] for _ in request.group_block_ids]

@@ -18,6 +18,7 @@ from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import Observer
 from minicache.scheduler.output import SchedulerOutput
 from minicache.serving.replica.messages import CacheInfo, Update
+from minicache.tiers.stack import TierStack
 
 DEATH: Final[list[Update]] = [
     ("vllm:num_requests_running", 0, 1),
@@ -77,6 +78,7 @@ class SchedulerStats(Observer):
         self._pass_on = pass_on
         self._prefix_caching = scheduler.prefix_caching
         self._num_blocks = scheduler.pool.num_blocks
+        self._tiers: TierStack | None = getattr(scheduler, "tiers", None)
         self._lives: dict[Request, Life] = {}
         self._unadmitted: set[Request] = set()  # of these, the ones that no step has had yet
         self._updates: list[Update] = []
@@ -203,6 +205,8 @@ class SchedulerStats(Observer):
                 ("vllm:num_requests_waiting", num_waiting, 1),
                 ("vllm:kv_cache_usage_perc", num_used / self._num_blocks, 1),
             )
+        if self._tiers is not None:  # their threads count, whenever they are done
+            self._updates += [(f"minicache:kv_tier_{what}", num, name) for what, num, name in self._tiers.take_counts()]
         if self._updates:
             self._pass_on(self._updates)
             self._updates = []

@@ -164,8 +164,6 @@ def create_scheduler(
         options["prefix_caching"] = True
         if windows is not None:
             raise ValueError("tiers: they have blocks of one group of layers; leave out windows")
-        if name == "async":
-            raise ValueError('tiers: "async" has a step in flight when blocks go to them; take "chunked"')
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
         if unused is not None and type(options[option]) is not type(unused):

@@ -199,10 +199,9 @@ def test_beam_search_commits_each_step_before_the_next(model: MiniGPT, prompts: 
         ({"cache": "dense"}, 'take "paged"'),
         ({"tensor_parallel_size": 2}, "leave out tensor_parallel_size or async_scheduling"),
         ({"speculative": "ngram"}, "leave out speculative or async_scheduling"),
-        ({"kv_tiers": ["cpu:1MB"]}, "leave out kv_tiers or async_scheduling"),
         ({"scheduler": ChunkedPrefillScheduler(num_blocks=8)}, "ChunkedPrefillScheduler cannot schedule"),
     ],
-    ids=["scheduler", "dense", "several processes", "drafts", "tiers", "a scheduler"],
+    ids=["scheduler", "dense", "several processes", "drafts", "a scheduler"],
 )
 def test_what_does_not_go_together(model: MiniGPT, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -52,11 +52,6 @@ def require_overlap(options: EngineOptions) -> None:
             "async_scheduling: how many draft tokens are accepted is not known when the next step is scheduled: leave "
             "out speculative or async_scheduling"
         )
-    if options.kv_tiers:
-        raise ValueError(
-            "async_scheduling: blocks go to the tiers between two steps, and one is in flight: leave out kv_tiers or "
-            "async_scheduling"
-        )
 
 
 class ScheduledRequest:

@@ -20,7 +20,7 @@ SHARE: Final = 2
 """Connections of clients may use every `SHARE`-th descriptor. The others are for a router's connections to workers, one
 for each client, and for engines and files."""
 
-MAX_ACCEPTED: Final = 32
+MAX_ACCEPTED: Final = 16
 """So many connections are accepted in one turn of the event loop. (asyncio would take 2,048.)"""
 
 LOG_SECONDS: Final = 10.0

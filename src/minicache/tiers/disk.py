@@ -77,6 +77,7 @@ class DiskTier:
         self._process = token_hex(8)
         self._names = count()
         self._last_ns = 0
+        self._num_making = 0  # bytes of records that have room, and no file yet
         folder.mkdir(parents=True, exist_ok=True)
         self.nbytes = sum(each.nbytes for each in self.stored())
         if self.nbytes > max_nbytes:
@@ -120,6 +121,9 @@ class DiskTier:
                 self.nbytes -= len(record)
             making.unlink(missing_ok=True)
             raise
+        finally:
+            with self._lock:
+                self._num_making -= len(record)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """As `Tier.touch`."""
@@ -143,10 +147,11 @@ class DiskTier:
         """
         with self._lock:
             self.nbytes += nbytes
+            self._num_making += nbytes
             if self.nbytes <= self._max_nbytes:
                 return
             files = sorted(self.stored())
-            self.nbytes = sum(each.nbytes for each in files) + nbytes
+            self.nbytes = sum(each.nbytes for each in files) + self._num_making
             most = max(nbytes, int(self._max_nbytes * (1 - SPARED)))
         for each in files:
             if self.nbytes <= most:

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -147,7 +148,10 @@ class LLM(EngineLoop):
             )
         self.overlap = Overlap(self) if given.async_scheduling else None
         named_ends: tuple[int, ...] = getattr(model.config, "end_token_ids", ())
-        self.grammars = Grammars(lambda: self.tokenizer, model.config.vocab_size, named_ends)
+        here = ref(
+            self
+        )  # else an engine that is dropped would wait for a garbage collection, and its processes with it
+        self.grammars = Grammars(lambda: cast(LLM, here()).tokenizer, model.config.vocab_size, named_ends)
         self._masks: StepMasks | None = None  # once a request has asked for a constraint
         self._has_logprobs = False  # whether a request has ever asked for log probabilities
         self._waiting_to_fork: list[Answer] = []  # of `answers`, those that the scheduler does not know yet

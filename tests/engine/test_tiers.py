@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ import torch
 
 from minicache.engine import LLM, SamplingParams
 from minicache.model import MiniGPT, load_minigpt
+from minicache.scheduler.audit_async import AsyncAuditor
+from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.observe import observe
 from minicache.serving.http.metrics import Metrics
 from minicache.tiers import CPUTier, DiskTier, TierStack, stack
@@ -207,6 +210,59 @@ def test_a_tier_that_fails_changes_nothing_and_is_left_alone(expected: list[list
     assert 1 <= counts(llm)["errors"] <= 4  # as many threads may be in it when it fails first
     assert answers(llm) == expected
     assert "errors" not in counts(llm)
+
+
+class Unsteady(CPUTier):
+    """A tier that fails now and then, brings too little, or other bytes than were stored."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(600_000)
+        self.choose = random.Random(seed)
+
+    def _may_fail(self) -> None:
+        if self.choose.random() < 0.1:
+            raise OSError("no")
+
+    def load(self, keys: Sequence[bytes]) -> list[bytes]:
+        self._may_fail()
+        records = super().load(keys)[: self.choose.choice([1, 100])]
+        if records and self.choose.random() < 0.2:
+            place = self.choose.randrange(len(records))
+            record = bytearray(records[place])
+            record[self.choose.randrange(len(record))] ^= 1
+            records[place] = bytes(record[: self.choose.choice([0, 100, len(record)])])
+        return records
+
+    def store(self, key: bytes, record: bytes) -> None:
+        self._may_fail()
+        super().store(key, record)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        self._may_fail()
+        super().discard(keys)
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "async"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_whatever_tiers_do_an_auditor_sees_sound_steps_and_answers_are_the_same(
+    scheduler: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "PAUSE_SECONDS", 0.0)
+    choose = random.Random(f"{scheduler} {policy}")
+    auditor = AsyncAuditor() if scheduler == "async" else SharingAuditor()
+    options: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 8}
+    llm = engine([Unsteady(1), Unsteady(2)], scheduler=scheduler, kv_tier_policy=policy, observers=[auditor], **options)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [[choose.randrange(50) for _ in range(choose.randrange(8, 60))] for _ in range(10)]
+    expected = [each.token_ids for each in engine(None, **options).generate(prompts, params)]
+    for _ in range(6):
+        numbers = choose.sample(range(10), 10)
+        got = llm.generate([prompts[number] for number in numbers], params)
+        assert [each.token_ids for each in got] == [expected[number] for number in numbers]
+    found = counts(llm)
+    assert found["hits"] > 20
+    assert found["errors"] > 5
+    assert llm.scheduler.pool.num_used == 0
 
 
 def test_the_next_tier_stands_in_for_one_that_fails(folder: Path, expected: list[list[int]]) -> None:

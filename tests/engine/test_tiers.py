@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -132,6 +136,29 @@ def test_damaged_files_are_computed_again(folder: Path, expected: list[list[int]
     again = engine([f"disk:{folder}"])
     assert answers(again) == expected
     assert counts(again)["hits"] >= 12  # they were stored anew
+
+
+def test_a_full_disk_can_still_be_read(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tier: DiskTier) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskTier, "_begin", full)
+    llm = engine([f"disk:{folder}"])
+    assert answers(llm) == expected
+    assert counts(llm)["hits"] == 12
+    llm.generate([[each + 1 for each in PROMPTS[0]]], PARAMS)
+    assert counts(llm)["errors"] == 1
+
+
+def test_a_folder_that_is_gone_is_computed(folder: Path, expected: list[list[int]]) -> None:
+    llm = engine([f"disk:{folder}"])
+    shutil.rmtree(folder)
+    assert answers(llm) == expected
+    found = counts(llm)
+    assert "hits" not in found
+    assert found["errors"] == 1
 
 
 @pytest.mark.parametrize(
@@ -352,6 +379,43 @@ def test_a_failed_step_leaves_the_tiers_sound(folder: Path, expected: list[list[
             tokens.setdefault(chunk.request_id, []).append(chunk.token_id or 0)
     assert list(tokens.values()) == expected or sorted(tokens.values()) == sorted(expected)
     assert answers(engine([f"disk:{folder}"])) == expected
+
+
+USER = """
+import sys
+import torch
+from minicache.engine import LLM, SamplingParams
+torch.set_num_threads(1)
+llm = LLM(num_blocks=40, kv_tiers=[f"disk:{sys.argv[1]}?max=4MB"], max_model_len=200)
+print("serves", flush=True)
+number = int(sys.argv[2])
+while True:
+    number += 1
+    prompts = [[(number * each + place) % 50 for place in range(70)] for each in range(1, 4)]
+    llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_leaves_sound_blocks(tmp_path: Path) -> None:
+    choose, num_hits, alone = random.Random(0), 0, engine(None)
+    for number in range(8):
+        command = [sys.executable, "-c", USER, str(tmp_path), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "serves\n"
+            time.sleep(0.2 + choose.random() * 0.5)
+            process.kill()
+        llm = engine([f"disk:{tmp_path}?max=4MB"])
+        assert not list(tmp_path.glob("*.making"))
+        for step in range(1, 4):
+            prompts = [[((number + step) * each + place) % 50 for place in range(70)] for each in range(1, 4)]
+            expected = [each.token_ids for each in alone.generate(prompts, PARAMS)]
+            assert [each.token_ids for each in llm.generate(prompts, PARAMS)] == expected
+        found = counts(llm)
+        assert "errors" not in found
+        num_hits += found.get("hits", 0)
+    assert num_hits > 20
 
 
 def test_threads_end_with_their_engine() -> None:

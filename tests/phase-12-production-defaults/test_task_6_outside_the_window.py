@@ -50,7 +50,7 @@ def groups_of(*windows, num_blocks=60, block_size=4, step=8, longest=None):
 
 
 def test_a_window_of_512():
-    """Blocks of 16: the token at 8,191 sees 7,680 … 8,191, so 480 blocks are outside; all of them for 16 tokens."""
+    """Blocks of 16: the token at 8,191 sees 7,680 … 8,191, so 480 blocks are outside; one more every 16 tokens."""
     groups = groups_of(None, 512, block_size=16)
     for num_computed, outside in [
         (511, 0),
@@ -248,7 +248,7 @@ def test_a_request_is_charged_for_all_groups():
 
 
 def test_a_window_holds_as_much_after_ten_tokens_as_after_thousands():
-    """Groups with windows None and 32, blocks of 16: the second holds 3 or 4 blocks, and the first all."""
+    """Groups with windows None and 32, blocks of 16: the second holds 3 blocks at most, and the first all."""
     scheduler = GroupedScheduler(windows=(None, 32), num_blocks=200, max_num_batched_tokens=16)
     scheduler.add_request(Request("r", [1] * 800, 400))
     most = 0

@@ -61,9 +61,9 @@ def cached(groups, *kept, hashes=HASHES):
     tables = groups.empty()
     groups.grow(tables, len(hashes) * groups.pool.block_size)
     groups.cache(tables, hashes, 0, len(hashes))
-    for group, (table, indices) in enumerate(zip(tables, kept, strict=True)):
+    for table, window, indices in zip(tables, groups.windows, kept, strict=True):
         groups.pool.uncache([block_id for index, block_id in enumerate(table) if index not in indices])
-        scenario.done(f"of {len(hashes)} blocks, group {group} has cached {sorted(indices)}")
+        scenario.done(f"of {len(hashes)} blocks, the group with window {window} keeps {sorted(indices)} cached")
     return tables
 
 
@@ -183,7 +183,7 @@ def test_a_block_that_was_evicted_is_not_found():
 
 
 def test_groups_are_not_confused():
-    """Two groups see all tokens. Only the first has cached them: its blocks are not the second's, nor the reverse."""
+    """Two groups see all tokens. Only one has cached them: its blocks are not the other's."""
     for kept in ([range(20), []], [[], range(20)]):
         groups = groups_of(None, None)
         cached(groups, *kept)

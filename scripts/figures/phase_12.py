@@ -33,7 +33,7 @@ def run_tables() -> list[Tables]:
     scheduler = GroupedScheduler(windows=(None, WINDOW), num_blocks=20, max_num_batched_tokens=64)
     request = Request("r", [0] * PROMPT, 99)
     scheduler.add_request(request)
-    found = []
+    found: list[Tables] = []
     while len(found) < len(MOMENTS):
         output = scheduler.schedule()
         if request.num_computed_tokens + output.num_scheduled_tokens["r"] in MOMENTS:

@@ -84,7 +84,13 @@ def tensors_of(tokens, step):
     last = step.query_start_loc[1:] - 1
     positions = step.positions(len(tokens))
     return StepTensors(
-        tokens, positions, step.slot_mapping, last, step.context_lens, step.query_start_loc, step.block_tables
+        tokens,
+        positions,
+        step.slot_mapping[None],
+        last,
+        step.context_lens,
+        step.query_start_loc,
+        step.block_tables[None],
     )
 
 
@@ -144,8 +150,8 @@ def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_w
     wrong = {
         "token_ids": (torch.tensor([1, 2, 97, 3]), "index out of range"),
         "positions": (torch.tensor([0, 0, 512, 0]), "out of bounds"),
-        "slot_mapping": (torch.tensor([0, 4, 8, 4 * 300]), "no slot 1200"),
-        "block_tables": (torch.tensor([[0], [300], [2], [3]]), "no block 300"),
+        "slot_mapping": (torch.tensor([[0, 4, 8, 4 * 300]]), "no slot 1200"),
+        "block_tables": (torch.tensor([[[0], [300], [2], [3]]]), "no block 300"),
     }
     for name, (values, message) in wrong.items():
         with pytest.raises(IndexError, match=message):

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from minicache.cache.packed import StepTensors
+from minicache.cache.packed import Places, StepTensors
 from minicache.cache.paged import PagedStorage
 from minicache.cache.quantized import scales_of
 from minicache.kernels import AttentionMetadata
@@ -170,10 +170,10 @@ def hidden_at(
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     cos, sin = (_array(table) for table in model.rotation(step.positions))
     num_blocks, block_size = caches[0].blocks.k.shape[:2]
-    slots = check_slots(step.slot_mapping, num_blocks * block_size)
-    decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
-    prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
-    plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
+    tables, lens = step.block_tables.unbind(), step.context_lens
+    slots = list(check_slots(step.slot_mapping, num_blocks * block_size))  # of each group
+    starts = None if num_new == num_seqs else step.query_start_loc
+    plans = [plan_step(AttentionMetadata(each, lens, starts), num_blocks, block_size) for each in tables]
     residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
     kernels.rms_norm(residual, weights.norms[0], eps, room.y)
     for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
@@ -181,10 +181,11 @@ def hidden_at(
         queries = room.heads
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
-        kernels.rope_store(queries, cos, sin, slots, *cache.slots, config.num_heads)
+        kernels.rope_store(queries, cos, sin, slots[cache.group], *cache.slots, config.num_heads)
+        plan = plans[cache.group]
         if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            read = decode if num_rows == num_seqs else _read_rows(step)
+            read = AttentionMetadata(*_read_rows(step, tables[cache.group]))
             plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
             queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
         plan.attend(queries, cache.blocks, scale, layer.window, room.out_heads)
@@ -199,12 +200,14 @@ def hidden_at(
     return torch.from_numpy(room.y)
 
 
-def _read_rows(step: StepTensors) -> AttentionMetadata:
-    """Each token of `step.last` as a sequence of its own, which ends with it."""
+def _read_rows(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token of `step.last` as a sequence of its own, which ends with it: their block tables and lengths."""
+    if step.last.shape == step.context_lens.shape:  # the last token of each sequence
+        return tables, step.context_lens
     ends = step.query_start_loc[1:]
     owner = torch.searchsorted(ends, step.last, right=True)
     context_lens = step.context_lens[owner] - (ends[owner] - 1 - step.last)
-    return AttentionMetadata(step.block_tables[owner], context_lens)
+    return tables[owner], context_lens
 
 
 class LayerCache(NamedTuple):
@@ -213,27 +216,30 @@ class LayerCache(NamedTuple):
     Attributes:
         blocks: block by block.
         slots: slot by slot.
+        group: whose slots and block tables are the layer's.
     """
 
     blocks: CacheArrays
     slots: CacheArrays
+    group: int
 
 
-def layer_caches(storage: PagedStorage) -> list[LayerCache]:
+def layer_caches(storage: PagedStorage, places: Places | None = None) -> list[LayerCache]:
     """What `logits_at` writes to and reads, layer by layer: the memory of a storage on the CPU, float32 or quantized.
 
     The kernels for it are compiled or loaded, unless they are ready.
+
+    Args:
+        storage: where keys and values are.
+        places: of each layer. None: all are in one group.
     """
     require_ready(storage.dtype)
-    return [
-        LayerCache(
-            *(
-                CacheArrays.of(storage.k(layer), storage.v(layer), **scales_of(storage, layer), by_slot=by_slot)
-                for by_slot in (False, True)
-            )
-        )
-        for layer in range(storage.num_layers)
-    ]
+    caches = []
+    for group, at in places or [(0, layer) for layer in range(storage.num_layers)]:
+        k, v, scales = storage.k(at), storage.v(at), scales_of(storage, at)
+        blocks, slots = (CacheArrays.of(k, v, **scales, by_slot=by_slot) for by_slot in (False, True))
+        caches.append(LayerCache(blocks, slots, group))
+    return caches
 
 
 class _Room:

@@ -27,13 +27,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+GEMMA_LAYERS = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]}
 MODELS = {
     "llama": ("llama", {"rope_scaling": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", WINDOWS),
     "qwen3": ("qwen3", {"head_dim": 16, **WINDOWS}),
+    "gemma3": ("gemma3", {"num_hidden_layers": 4, "head_dim": 16, "sliding_window": 6, **GEMMA_LAYERS}),
 }
-FEW = {"mistral": 12, "qwen2": 36, "qwen3": 36}
+FEW = {"mistral": 12, "qwen2": 36, "qwen3": 36, "gemma3": 50}
 LENGTHS = (3, 31, 12, 1, 20)
 PROMPTS = [
     torch.randint(0, 97, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS

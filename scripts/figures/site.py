@@ -16,13 +16,13 @@ ROWS = {
     "One sequence": range(0, 2),
     "Memory for many": range(2, 5),
     "Scheduling": range(5, 10),
-    "Serving": range(10, 12),
+    "Serving": range(10, 13),
 }
 """What a row of the map is about → its phases."""
 
 
 def course_map(figure: Figure, scheme: Scheme) -> None:
-    """Twelve boxes in four rows; ready phases are filled."""
+    """Thirteen boxes in four rows; ready phases are filled."""
     diagram = Diagram(figure, scheme, width=18, height=8.4)
     for row, (title, numbers) in enumerate(ROWS.items()):
         top = 0.2 + 2.1 * row

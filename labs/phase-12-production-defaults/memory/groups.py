@@ -1,0 +1,259 @@
+# Phase 12, production-defaults: your file. It stands in for minicache.memory.groups.
+# Write what raises NotImplementedError. `minicache grade 12` grades it, `minicache hint 12.K` helps with task K.
+"""Several kinds of cache in one model: one pool of blocks, and a block table for each group of layers.
+
+Phase 12 builds it. In many models some layers attend to all tokens and the others to a sliding window: the last
+`window` tokens, the newest included. A window needs few blocks however long the request gets. So the layers of one kind
+form a group (a large kind may form several, of as many layers as the others), every group has a block table of its own,
+and all of them take their blocks from one pool.
+
+A request's `tables` are a list with one table a group. In each of them, entry i is the block of the tokens
+i · block_size … (i + 1) · block_size − 1, so all have one length. Where no later token of the request sees a block,
+its entry is NULL_BLOCK, and the block has gone back to the pool.
+
+The rules are those of vLLM 0.33's hybrid manager, block for block. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from minicache.errors import require_count
+from minicache.memory.blocks import blocks_for
+from minicache.memory.prefix import BlockHash, CachingBlockPool
+
+NULL_BLOCK: Final = -1
+"""The entry of a table where the group's layers see nothing any more, and have no block."""
+
+Tables = list[list[int]]
+"""The block tables of one request, one a group, all of one length."""
+
+
+class GroupedBlockPool(CachingBlockPool):
+    """A `CachingBlockPool` for whole tables: NULL_BLOCK among the ids is skipped, and the order of the ids counts.
+
+    Blocks without a hash that are freed in one call are the next to be allocated, in the order in which they are given.
+    """
+
+    def share(self, block_ids: Iterable[int]) -> None:
+        """As `CachingBlockPool.share`, without NULL_BLOCK."""
+        super().share(without_null(block_ids))
+
+    def free(self, block_ids: Iterable[int]) -> None:
+        """As `CachingBlockPool.free`, without NULL_BLOCK; of the blocks without a hash, the first given is next."""
+        block_ids, hash_of = without_null(block_ids), self._hash_of
+        plain = [block_id for block_id in block_ids if block_id not in hash_of]
+        super().free([*plain[::-1], *(block_id for block_id in block_ids if block_id in hash_of)])
+
+
+class BlockGroups:
+    """The block tables of all groups: which blocks a request needs, gives back, and finds.
+
+    Args:
+        pool: serves all groups.
+        windows: one entry a group: the tokens that its layers see, the newest included, ≥ 1. None: all tokens.
+        max_step_tokens: the most tokens of one request in one step, ≥ 1.
+        max_num_tokens: the most tokens of one request; None: no such limit.
+        retention: of a group with a window, which full blocks are cached (`is_retained`): None: all. n: the blocks
+            that a prefix of a multiple of n tokens needs (0: of no multiple), and some others. A multiple of the
+            block size.
+
+    Attributes:
+        pool: as given.
+        windows: as given, a tuple.
+        retention: as given.
+
+    Raises:
+        TypeError: a number is not an int, or `windows` is not a tuple or list.
+        ValueError: there is no group, a number is out of its bounds, or `retention` is not a multiple of the block
+            size.
+    """
+
+    def __init__(
+        self,
+        pool: GroupedBlockPool,
+        windows: Sequence[int | None],
+        *,
+        max_step_tokens: int,
+        max_num_tokens: int | None = None,
+        retention: int | None = 0,
+    ) -> None:
+        if not isinstance(windows, tuple | list):
+            raise TypeError(f"windows must be a tuple with one entry a group, as (None, 1024); got {windows!r}")
+        if not windows:
+            raise ValueError("windows must have at least one group: (None,) is full attention alone")
+        for window in windows:
+            if window is not None:
+                require_count("a window", window)
+        if retention is not None:
+            require_count("prefix_cache_retention", retention, at_least=0)
+            if retention % pool.block_size:
+                multiple = f"a multiple of the block size, {pool.block_size}"
+                raise ValueError(f"prefix_cache_retention must be None or {multiple}; got {retention}")
+        self.pool = pool
+        self.windows = tuple(windows)
+        self.retention = retention
+        self._max_step_tokens = max_step_tokens
+        self._max_num_tokens = max_num_tokens
+
+    # Blocks outside the window go back
+
+    def num_outside(self, window: int | None, num_computed_tokens: int) -> int:
+        """How many whole blocks at the beginning no later token sees.
+
+        The next token is the one at position num_computed_tokens, counted from 0. It sees itself and the window − 1
+        tokens before it, and every later token sees less of what is there.
+
+        Args:
+            window: of the group; None: its layers see all tokens, so there is no such block.
+            num_computed_tokens: ≥ 0.
+        """
+        raise NotImplementedError(
+            "phase 12, task 6: Blocks outside the window; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def slide(self, tables: Tables, num_computed_tokens: int) -> None:
+        """Free the blocks that no later token of a request sees (`num_outside`), and put NULL_BLOCK in their place.
+
+        Group after group, in one call of `free` each: the last of these blocks first. Other requests that have one of
+        the blocks keep it, and a cached block stays cached. A call takes time in proportion to the blocks that it
+        frees, not to the tables: before a NULL_BLOCK there are only others.
+
+        Args:
+            tables: the request's. The lists in it change, in place: `tables` itself may be a copy.
+            num_computed_tokens: of the request, without those of a step that has not been computed.
+        """
+        raise NotImplementedError(
+            "phase 12, task 6: Blocks outside the window; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def most_blocks(self, window: int | None, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at a time in a group.
+
+        Without a window: those of all its tokens. With one: those of so many tokens as a group sees in a step, the
+        window − 1 before it and its max_step_tokens, together at most max_num_tokens; and one more, because they need
+        not begin where a block does. Never more than those of all its tokens.
+
+        Args:
+            window: of the group.
+            num_tokens: ≥ 0.
+        """
+        raise NotImplementedError(
+            "phase 12, task 6: Blocks outside the window; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def blocks_to_admit(self, num_tokens: int) -> int:
+        """The most blocks that a request of `num_tokens` tokens holds at a time in all groups (`most_blocks`)."""
+        raise NotImplementedError(
+            "phase 12, task 6: Blocks outside the window; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def blocks_missing(self, tables: Tables, num_tokens: int) -> int:
+        """Blocks that `grow` takes."""
+        # Called for every token, so without the call of `blocks_for`.
+        return len(tables) * (-(-num_tokens // self.pool.block_size) - len(tables[0]))
+
+    def grow(self, tables: Tables, num_tokens: int) -> None:
+        """Append the blocks that are missing for `num_tokens` tokens to every table, group after group.
+
+        Args:
+            tables: the request's.
+            num_tokens: at least as many as the tables have blocks for without their last one. The blocks are free.
+        """
+        missing = blocks_for(num_tokens, self.pool.block_size) - len(tables[0])
+        for table in tables:
+            table += self.pool.allocate(missing)
+
+    def release(self, tables: Tables) -> None:
+        """Free all blocks: group after group, in one call each, from a table's last block to its first.
+
+        The tables do not change: give the request `empty` ones.
+        """
+        for table in tables:
+            self.pool.free(table[::-1])
+
+    def empty(self) -> Tables:
+        """The tables of a request without blocks."""
+        return [[] for _ in self.windows]
+
+    # Prefix hits, intersected
+
+    def find(self, hashes: Sequence[BlockHash]) -> tuple[Tables, int]:
+        """The longest prefix behind which a request can continue in every group.
+
+        It can in a group that has cached every block of the prefix that the token behind it sees: all of them without
+        a window, and those that are not outside with one (`num_outside`). Takes no reference.
+
+        Args:
+            hashes: of the blocks of a request's tokens, from its first on.
+
+        Returns:
+            The tables of the prefix, with NULL_BLOCK where that token does not see the block, cached or not; and the
+            junction: how many blocks from the beginning on the first group without a window has (if all have one: how
+            long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
+            computes them should leave what the other groups need there (`is_retained`): others came so far too.
+        """
+        raise NotImplementedError(
+            "phase 12, task 7: A prefix that every group has; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def blocks_seen(self, window: int) -> int:
+        """How many blocks before its own the first token of a block sees in a window: ⌈(window − 1) / block_size⌉."""
+        return blocks_for(window - 1, self.pool.block_size)
+
+    def blocks_to_take(self, found: Tables, blocks: Sequence[int]) -> int:
+        """Free blocks that it takes to have so many blocks in each group, with the found ones.
+
+        In each group those that are missing: its number, less the entries of its found table, NULL_BLOCKs too (so
+        after a long hit a window may be charged less than `most_blocks`, as in vLLM), at least 0. And one for each
+        found block that is free, because sharing it takes it out of the free list.
+
+        Args:
+            found: what `find` has found; empty tables: nothing.
+            blocks: one number a group.
+        """
+        raise NotImplementedError(
+            "phase 12, task 7: A prefix that every group has; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    # What is cached
+
+    def cache(
+        self, tables: Tables, hashes: Sequence[BlockHash], first: int, end: int, prefixes: Sequence[int] = ()
+    ) -> None:
+        """Cache the blocks first … end − 1 of every table, of those with a window the retained ones (`is_retained`).
+
+        A block of tokens has one hash and a block in each group. `find` must not take one group's for another's.
+
+        Args:
+            tables: a request's.
+            hashes: of the blocks of its tokens, at least `end`.
+            first: 0 … end.
+            end: so many blocks are full.
+            prefixes: as for `is_retained`.
+        """
+        raise NotImplementedError(
+            "phase 12, task 7: A prefix that every group has; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+    def is_retained(self, window: int | None, index: int, prefixes: Sequence[int] = ()) -> bool:
+        """Whether a full block is cached.
+
+        All are without a window, and all if `retention` is None. Otherwise those that a request sees which finds one
+        of certain prefixes: the last `blocks_seen` of it. These prefixes are the `prefixes`, and those of every
+        multiple of `retention` tokens, unless it is 0.
+
+        Args:
+            window: of the group.
+            index: of the block in the table.
+            prefixes: lengths of prefixes that may be found again, in blocks. 0 is none.
+        """
+        raise NotImplementedError(
+            "phase 12, task 7: A prefix that every group has; read docs/en/phase-12-production-defaults/lab/02-groups-of-blocks.md"
+        )
+
+
+def without_null(table: Iterable[int]) -> list[int]:
+    """The blocks of a table: its entries without NULL_BLOCK."""
+    return [block_id for block_id in table if block_id != NULL_BLOCK]

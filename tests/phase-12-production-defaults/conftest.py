@@ -1,0 +1,11 @@
+"""What the tests of phase 12 share."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "phase-12-production-defaults" in str(item.path):
+            item.add_marker(pytest.mark.timeout(10))

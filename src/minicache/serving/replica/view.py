@@ -12,7 +12,6 @@ from statistics import median
 from time import perf_counter
 from typing import Any, Final
 
-from minicache.memory.groups import without_null
 from minicache.memory.prefix import CachingBlockPool
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
@@ -300,7 +299,7 @@ class LiveView(Observer):
         """
         pool = scheduler.pool
         tables = (table for request in scheduler.running for table in request.group_block_ids)
-        owned = {block_id for table in tables for block_id in without_null(table)}
+        owned = {block_id for table in tables for block_id in table if block_id >= 0}
         lost = []
         if pool.num_blocks - pool.num_free != len(owned):
             lost = [each for each in range(pool.num_blocks) if each not in owned and pool.ref_count(each)]

@@ -61,7 +61,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
     # Ahead of the tokens
 
     def schedule(self) -> SchedulerOutput:
-        """As `VllmOptionsScheduler.schedule`; but a step that is outstanding is counted (`count`) and stays outstanding.
+        """As `VllmOptionsScheduler.schedule`; but an outstanding step is counted (`count`), and stays outstanding.
 
         It is not given up: that a step has failed is not known here. Then `recover` is called.
 

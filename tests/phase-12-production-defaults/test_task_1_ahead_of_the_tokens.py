@@ -1,4 +1,4 @@
-"""Phase 12, task 1: a step is scheduled while the one before runs, on tokens that nobody knows yet."""
+"""Phase 12, task 1: a step is scheduled while the one before runs, on tokens that are not known yet."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def test_each_request_gets_its_own():
 
 
 def test_a_stop_token_is_noticed_one_step_late():
-    """Step 2 computes a token of a behind its stop token. Blocks and id are free; the token goes to nobody."""
+    """Step 2 computes a token of a behind its stop token. Blocks and id are free; the token is dropped."""
     scheduler = overlapping(old := a_request("a", 4))
     first, second = two_steps(scheduler)
     that("finished by the commit of step 1", commit(scheduler, first, {"a": STOP})).gives(["a"])
@@ -400,7 +400,7 @@ def test_a_block_is_cached_if_the_next_step_has_no_budget():
 
 
 def test_a_stop_token_is_in_no_cached_block():
-    """3 tokens in blocks of 4; step 2 fills the block with the stop token, and nobody may find it."""
+    """3 tokens in blocks of 4; step 2 fills the block with the stop token, and no request may find it."""
     scheduler = overlapping(a := a_request("a", 3), prefix_caching=True)
     first, second = two_steps(scheduler)
     commit(scheduler, first, {"a": STOP})

@@ -380,8 +380,8 @@ class KeepsPlaceholders(AsyncChunkedScheduler):
 class ReadsPlaceholders(AsyncChunkedScheduler):
     """Takes the placeholder for the token, if the request was preempted."""
 
-    def _append_token(self, request, token):
-        return super()._append_token(request, token if request.status is RequestStatus.RUNNING else -1)
+    def append_token(self, request, token):
+        return super().append_token(request, token if request.status is RequestStatus.RUNNING else -1)
 
 
 class HashesPlaceholders(AsyncChunkedScheduler):
@@ -400,8 +400,8 @@ class HashesPlaceholders(AsyncChunkedScheduler):
 class DropsStaleTokens(AsyncChunkedScheduler):
     """A preempted request loses the token that was on its way."""
 
-    def _append_token(self, request, token):
-        return request.status is RequestStatus.RUNNING and super()._append_token(request, token)
+    def append_token(self, request, token):
+        return request.status is RequestStatus.RUNNING and super().append_token(request, token)
 
 
 class MixesRowsUp(AsyncChunkedScheduler):
@@ -419,9 +419,9 @@ class MixesRowsUp(AsyncChunkedScheduler):
 class CountsTwice(AsyncChunkedScheduler):
     """Counts a step as computed when it is scheduled, and when it is committed."""
 
-    def _append_token(self, request, token):
+    def append_token(self, request, token):
         request.num_computed_tokens += request.num_placeholders
-        return super()._append_token(request, token)
+        return super().append_token(request, token)
 
 
 class GoesBeyond(AsyncChunkedScheduler):

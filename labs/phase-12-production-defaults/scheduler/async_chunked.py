@@ -146,19 +146,12 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
 
         A step is counted once (`count`): by the `schedule()` that ran ahead of it, or here, if none did.
 
-        **Tokens.** Each request that the step generates a token for (`awaited`), and that has not finished since, gets
-        it: the token is appended to output_token_ids, in its placeholder's stead. A request that has been preempted
-        since gets its stale token too, and no counter of it changes. Then the request is finished
+        Each request that the step generates a token for (`awaited`), and that has not finished since, gets it
+        (`append_token`). A request that has been preempted since gets its stale token too, and no counter of it
+        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released
+        (`release`), and their ids are free again. The others keep their order.
 
-        - as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of `Scheduler.update_from_output`;
-        - else as FINISHED_CAPACITY, if there is a step `ahead`, and the whole pool cannot hold its tokens: the step
-          has passed it over for that.
-
-        Finished requests leave the batch, or the waiting queue; they are released (`release`), and their ids are free
-        again. The others keep their order.
-
-        **Prefix cache.** A running request's block that the step has filled is cached, if the next `schedule()` has not
-        done so: all its tokens are known. That includes blocks of requests that finish now.
+        Blocks that the step has filled are cached (`cache_computed`), those of requests that finish now included.
 
         Args:
             output: the oldest outstanding step.
@@ -205,6 +198,35 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
                 )
             if token < 0:
                 raise ValueError(f"a token id must be at least 0, got {token}")
+
+    def append_token(self, request: Request, token: int) -> bool:
+        """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
+
+        Returns:
+            Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of
+            `Scheduler.update_from_output`; or as FINISHED_CAPACITY, if the whole pool cannot hold its tokens and the
+            step `ahead` has passed it over for that. It is then still in the batch or the queue, with all that it has.
+        """
+        request.num_placeholders = 0
+        request.output_token_ids.append(token)
+        if token in request.stop_token_ids and not request.ignore_eos:
+            request.status = RequestStatus.FINISHED_STOPPED
+        elif len(request.output_token_ids) >= request.max_tokens or request.num_tokens == self.max_model_len:
+            request.status = RequestStatus.FINISHED_LENGTH
+        elif self.ahead is not None and request.num_tokens > self._capacity:
+            request.status = RequestStatus.FINISHED_CAPACITY
+        return request.status.is_finished
+
+    def cache_computed(self) -> None:
+        """Cache the blocks that the outstanding step has filled with tokens which `cache_known` did not know.
+
+        The step is counted, and its requests still have their blocks. One that was preempted since has none, and
+        nothing of it is cached.
+        """
+        for request in self.awaited if self.prefix_caching else ():
+            num_computed = request.num_computed_tokens
+            if request.status is RequestStatus.RUNNING and num_computed % self.pool.block_size == 0:
+                self.cache_blocks(request, num_computed - 1, num_computed)
 
     def release(self, request: Request) -> None:
         """As `VllmOptionsScheduler.release`; a request without blocks has no placeholder.

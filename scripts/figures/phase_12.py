@@ -61,7 +61,7 @@ def one_step_late(figure: Figure, scheme: Scheme) -> None:
     left, wide, cpu, gpu, known = 5.0, 4.72, 1.0, 3.9, 7.4
     diagram.text(0.2, cpu + 0.6, "CPU", bold=True)
     diagram.text(0.2, gpu + 0.8, "GPU", bold=True)
-    diagram.text(0.2, known - 0.75, "request a, as it is known to this schedule()", fontsize=SMALL)
+    diagram.text(0.2, known - 0.75, "what schedule() knows of a", fontsize=SMALL)
     diagram.cell(left - 2.4, cpu, "schedule 1", "shared", width=2.3, height=1.2, fontsize=SMALL)
     looks = (("a: prompt", "prompt"), ("a: token 1", "generated"), ("a: in vain", "wasted"), ("b: prompt", "prompt"))
     for number, (label, role) in enumerate(looks):
@@ -69,10 +69,10 @@ def one_step_late(figure: Figure, scheme: Scheme) -> None:
         diagram.cell(x, gpu, f"step {number + 1}\n{label}", role, width=wide, height=1.7, fontsize=SMALL)
         if number:
             diagram.cell(
-                x, cpu, f"commit {number}", "end" if number == 2 else None, width=2.1, height=1.2, fontsize=SMALL
+                x, cpu, f"commit {number}", "end" if number == 2 else None, width=2.15, height=1.2, fontsize=SMALL
             )
             diagram.arrow((x, gpu - 0.05), (x + 0.8, cpu + 1.3))
-        at = x + (2.15 if number else 0.0)
+        at = x + (2.2 if number else 0.0)
         if number < 3:
             diagram.cell(at, cpu, f"schedule {number + 2}", "shared", width=2.4, height=1.2, fontsize=SMALL)
             roles = {"p": "prompt", "?": "free", str(STOP): "end"}

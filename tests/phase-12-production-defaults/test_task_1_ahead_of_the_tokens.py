@@ -213,7 +213,7 @@ def test_a_third_step_is_refused():
     """Two steps are outstanding, and the older one was not committed: nothing changes."""
     scheduler = ahead(request := a_request("a", 4), a_request("b", 3))
     first, second = call(scheduler.schedule).value, call(scheduler.schedule).value
-    call(scheduler.schedule).raises(ValueError, saying="two steps are outstanding")
+    call(scheduler.schedule).raises(ValueError)
     that("the same two", (scheduler.outstanding is first, scheduler.ahead is second)).gives((True, True))
     that("computed tokens, and placeholders", (request.num_computed_tokens, request.num_placeholders)).gives((4, 1))
     commit(scheduler, first)

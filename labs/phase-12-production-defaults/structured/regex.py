@@ -42,7 +42,7 @@ class Automaton:
     def next_states(self, state: int) -> dict[int, int]:
         """Byte → the state behind it, for every byte that may come next.
 
-        Asked a second time for a state, it gives the same dict without any work; nobody changes it.
+        Asked a second time for a state, it gives the same dict without any work. Do not change it.
 
         Args:
             state: `start`, or one that was given as a next one.

@@ -142,7 +142,7 @@ from minicache.scheduler import create_scheduler
 
 
 def held(windows, kib, budget=512, prompt=8000, generated=192):
-    """Tokens of a request, and MiB that its blocks have, step by step. A block of 16 tokens has `kib` KiB."""
+    """Tokens of a request, and the MiB of its blocks of `kib` KiB, after each step."""
     options = {} if windows is None else {"windows": windows}
     scheduler = create_scheduler(
         "chunked", num_blocks=4000, max_num_batched_tokens=budget, **options
@@ -190,7 +190,7 @@ nb.check(mib_of_4b, round(held((None,) + (1024,) * 6, 16 * 4 * 5)[1][-1]))
 
 # %%
 def computed(retention, common=3000, length=4000):
-    """The tokens that each of three prompts computes, one after the other, and how many blocks are cached then."""
+    """The tokens that each of three prompts computes, and how many blocks are cached then."""
     options = {"windows": GEMMA_1B, "prefix_caching": True, "prefix_cache_retention": retention}
     scheduler = create_scheduler("chunked", num_blocks=4000, **options)
     found = []

@@ -37,7 +37,7 @@ def walk(figure: Figure, scheme: Scheme) -> None:
     """The trie of nine tokens, walked from the state behind one digit."""
     from minicache.structured import Automaton, TokenTrie
 
-    trie, automaton = TokenTrie(["", *(token.encode() for token in TOKENS)]), Automaton(EXPRESSION)
+    trie, automaton = TokenTrie([b"", *(token.encode() for token in TOKENS)]), Automaton(EXPRESSION)
     state = automaton.read(automaton.start, READ.encode())
     assert state is not None
     diagram = Diagram(figure, scheme, width=24, height=13)

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 from minicache.cache.packed import Places, StepTensors
 from minicache.cache.paged import PagedStorage
 from minicache.cache.quantized import scales_of
-from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
-from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
+from minicache.kernels.cpu.steps import CacheArrays, check_slots, make_plan
 from minicache.kernels.cpu.warming import require_ready
 from minicache.model.assembling import without_memory
 from minicache.model.decoder import Decoder, GeluFeedForward, PostNormBlock
@@ -37,6 +36,7 @@ from minicache.model.minigpt import MiniGPT, Transformer
 from minicache.model.panels import Panels
 
 Array = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 MLP_ROWS = 512
 """How many rows go through a feed-forward block at a time: so what is between its products stays in the CPU's cache."""
@@ -170,10 +170,9 @@ def hidden_at(
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
     rotations = [(_array(cos), _array(sin)) for cos, sin in model.rotations(step.positions)]
     num_blocks, block_size = caches[0].blocks.k.shape[:2]
-    tables, lens = step.block_tables.unbind(), step.context_lens
-    slots = list(check_slots(step.slot_mapping, num_blocks * block_size))  # of each group
-    starts = None if num_new == num_seqs else step.query_start_loc
-    plans = [plan_step(AttentionMetadata(each, lens, starts), num_blocks, block_size) for each in tables]
+    tables, lens, starts = step.block_tables.numpy(), step.context_lens.numpy(), step.query_start_loc.numpy()
+    slots = check_slots(step.slot_mapping, num_blocks * block_size)
+    plans = [make_plan(each, lens, None if num_new == num_seqs else starts, num_blocks, block_size) for each in tables]
     residual, room = _array(model.embed(step.token_ids)), _Room(config, num_new)
     kernels.rms_norm(residual, weights.norms[0], eps, room.y)
     for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
@@ -185,8 +184,8 @@ def hidden_at(
         plan = plans[cache.group]
         if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            read = AttentionMetadata(*_read_rows(step, tables[cache.group]))
-            plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
+            last = step.last.numpy()
+            plan = make_plan(*_read_rows(tables[cache.group], lens, starts, last), None, num_blocks, block_size)
             queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
         plan.attend(queries, cache.blocks, scale, layer.window, room.out_heads)
         _product(room.out, layer.output, room.y)
@@ -204,14 +203,13 @@ def hidden_at(
     return torch.from_numpy(room.y)
 
 
-def _read_rows(step: StepTensors, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token of `step.last` as a sequence of its own, which ends with it: their block tables and lengths."""
-    if step.last.shape == step.context_lens.shape:  # the last token of each sequence
-        return tables, step.context_lens
-    ends = step.query_start_loc[1:]
-    owner = torch.searchsorted(ends, step.last, right=True)
-    context_lens = step.context_lens[owner] - (ends[owner] - 1 - step.last)
-    return tables[owner], context_lens
+def _read_rows(tables: Integers, lens: Integers, starts: Integers, last: Integers) -> tuple[Integers, Integers]:
+    """Each token of `StepTensors.last` as a sequence of its own, which ends with it: their block tables and lengths."""
+    if last.size == lens.size:  # the last token of each sequence
+        return tables, lens
+    ends = starts[1:]
+    owner = np.searchsorted(ends, last, side="right")
+    return tables[owner], lens[owner] - (ends[owner] - 1 - last)
 
 
 class LayerCache(NamedTuple):
@@ -306,7 +304,7 @@ class _Layer:
 
     Attributes:
         qkv, output, gate_up, down: its linear layers.
-        activate: the kernel between gate_up and down.
+        is_gelu: what gates the feed-forward block; else SiLU.
         norm: the gain of the norm before the feed-forward block.
         post_norms: of those behind attention and behind the feed-forward block; None: there are none.
         q_norm, k_norm: of those of queries and keys.
@@ -318,7 +316,7 @@ class _Layer:
     output: _Joined
     gate_up: _Joined
     down: _Joined
-    activate: Callable[[Array, Array], None]
+    is_gelu: bool
     norm: Array
     post_norms: tuple[Array, Array] | None
     q_norm: Array | None
@@ -331,13 +329,13 @@ class _Layer:
         """Join the weights of a `minicache.model.minigpt.Block`, or a `minicache.model.decoder.PostNormBlock`."""
         q_norm, k_norm = (_gain(getattr(block.self_attn, name, None)) for name in ("q_norm", "k_norm"))
         qkv, output, gate_up, down = (_Joined.of(*layers) for layers in _linear_layers(block))
-        activate = kernels.gelu_mul if isinstance(block.mlp, GeluFeedForward) else kernels.silu_mul
+        is_gelu = isinstance(block.mlp, GeluFeedForward)
         norm, post_norms = block.post_attention_layernorm, None
         if isinstance(block, PostNormBlock):
             norm = block.pre_feedforward_layernorm
             post_norms = _gain(block.post_attention_layernorm), _gain(block.post_feedforward_layernorm)
         window = getattr(block.self_attn, "window", None) or 0
-        return cls(qkv, output, gate_up, down, activate, _gain(norm), post_norms, q_norm, k_norm, window, rotation)
+        return cls(qkv, output, gate_up, down, is_gelu, _gain(norm), post_norms, q_norm, k_norm, window, rotation)
 
 
 def _gain(norm: nn.Module | None) -> Any:
@@ -443,7 +441,7 @@ def _feed_forward(layer: _Layer, room: _Room) -> None:
     """The feed-forward block on the rows of `room.y`, in place."""
     for rows, gate_up, hidden in room.parts:
         _product(rows, layer.gate_up, gate_up)
-        layer.activate(gate_up, hidden)
+        (kernels.gelu_mul if layer.is_gelu else kernels.silu_mul)(gate_up, hidden)
         _product(hidden, layer.down, rows)
 
 

@@ -78,14 +78,14 @@ class NotingScheduler(SlottedScheduler):
         self.__dict__.setdefault("noted", {})[id(output)] = dict(self.slots)
         return output
 
-    def owner(self, output, slot):
+    def receiver(self, output, slot):
         return self.noted[id(output)][slot]
 
 
 class RowScheduler(SlottedScheduler):
     """Incident 11 by another number: tokens go by the place in the batch, as it is when they come."""
 
-    def owner(self, output, slot):
+    def receiver(self, output, slot):
         row = self.slots_of(output).index(slot)
         return self.running[row] if row < len(self.running) else None
 

@@ -34,10 +34,12 @@ def test_blocks_of_a_stopped_request_come_back_with_the_step_ahead(room, sky):
 def test_an_abort_waits_for_the_newest_step(room, sky):
     """Fixed: a client leaves while two steps compute its request: its blocks are free after the second."""
     create = room.fixed(expose, FixedFreedScheduler)
-    flight = sky.flight(create(num_blocks=8, block_size=4), sky.request("a"), sky.request("b"), fetches=True)
+    a = sky.request("a")
+    flight = sky.flight(create(num_blocks=8, block_size=4), a, sky.request("b"), fetches=True)
     flight.schedule()
     flight.schedule()
     flight.scheduler.abort_request("a")
+    that("blocks and placeholders of the aborted request", (a.block_ids, a.num_placeholders)).gives(([], 0))
     that("blocks in use after the abort: two of each request", flight.scheduler.pool.num_used).gives(4)
     flight.commit()
     that("blocks in use after the first commit", flight.scheduler.pool.num_used).gives(4)

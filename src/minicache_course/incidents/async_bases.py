@@ -23,8 +23,7 @@ def overlapped(
 ) -> Iterator[tuple[SchedulerOutput, SchedulerOutput | None]]:
     """Add requests and serve them, each step scheduled while the one before runs.
 
-    Between a step's `schedule()` and the commit of the one before, the caller has its turn: it may look, add requests
-    or abort them.
+    Between a step's `schedule()` and the commit of the one before, the caller may look, add requests or abort them.
 
     Args:
         scheduler: it overlaps.
@@ -156,7 +155,7 @@ class SlottedScheduler(AsyncChunkedScheduler):
     """The model knows batch slots and no requests, and an urgent request takes the slot of another one at once.
 
     Each request of the batch has a slot, a number from 0 on: the lowest that is free when it is admitted. The model
-    returns a token for a slot. Whose it is, `owner` decides.
+    returns a token for a slot. Whose it is, `receiver` decides.
 
     If the batch is full, and the head of the queue has a lower priority number than the newest of the batch, that one
     is preempted, and the head is admitted in the same step.
@@ -173,7 +172,7 @@ class SlottedScheduler(AsyncChunkedScheduler):
         self._slots_of: list[tuple[SchedulerOutput, list[int]]] = []  # of the outstanding steps
 
     @abstractmethod
-    def owner(self, output: SchedulerOutput, slot: int) -> Request | None:
+    def receiver(self, output: SchedulerOutput, slot: int) -> Request | None:
         """The request that gets the token which the model has returned for a slot.
 
         Args:
@@ -226,7 +225,7 @@ class SlottedScheduler(AsyncChunkedScheduler):
         self.slots = {slot: each for slot, each in self.slots.items() if each is not request}
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """As `AsyncChunkedScheduler.update_from_output`, but each token goes to the `owner` of its slot.
+        """As `AsyncChunkedScheduler.update_from_output`, but each token goes to the `receiver` of its slot.
 
         Args:
             output: the oldest outstanding step.
@@ -239,11 +238,13 @@ class SlottedScheduler(AsyncChunkedScheduler):
         awaited = set(map(id, self._awaited))
         finished = []
         for request, slot in zip(output.scheduled, self.slots_of(output), strict=True):
-            owner = self.owner(output, slot) if id(request) in awaited and request.request_id in token_ids else None
-            if owner is None or owner.status.is_finished:
+            receiver = (
+                self.receiver(output, slot) if id(request) in awaited and request.request_id in token_ids else None
+            )
+            if receiver is None or receiver.status.is_finished:
                 continue
-            if self.append_token(owner, token_ids[request.request_id]):
-                finished.append(owner)
+            if self.append_token(receiver, token_ids[request.request_id]):
+                finished.append(receiver)
         self.outstanding, self.ahead, self._awaited = self.ahead, None, []
         self.running = [request for request in self.running if not request.status.is_finished]
         for request in finished:

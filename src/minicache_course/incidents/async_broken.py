@@ -15,15 +15,15 @@ from minicache_course.incidents.async_bases import AlternatingScheduler, Fetchin
 class FreedInFlightScheduler(FetchingScheduler):
     """Incident 9: blocks are freed while a step that writes into them is in flight.
 
-    **What it did.** A request that finishes gives its blocks back at once, though the step ahead has scheduled it once
-    more and writes one more token into them. While all writes come from steps, that is harmless: they run one after the
+    **What it did.** A request that finishes gives its blocks back at once, though the step ahead has scheduled it again
+    and writes one more token into them. While all writes come from steps, that is harmless: they run one after the
     other. But this engine gets the prompts of new requests from another machine. The network card writes them into the
-    freed blocks, the step in flight writes there too, and the order is anyone's guess.
+    freed blocks, the step in flight writes there too, and which of the two is last is left to chance.
 
     **Public reports.** vllm-ascend issue 14055: blocks of requests that finish, are aborted or are preempted while a
-    newer step is in flight, on a server that receives prompts; found by reading the code. vllm-ascend issue 13501: the
-    same of blocks that leave a sliding window, found by text that was wrong about once in a few hundred answers.
-    vLLM's pull requests 45357 and 47728 hold blocks back until the step is over.
+    newer step is in flight, on a server that receives the keys and values of its prompts. vllm-ascend issue 13501: the
+    same of blocks that leave a sliding window; now and then an answer had foreign text in its middle. vLLM's pull
+    requests 45357 and 47728 hold blocks back until the step is over.
 
     **Smallest workload.** 2 blocks of 4, one batch slot. A request of 4 tokens whose first token is its stop token,
     then one of 8 tokens. **Counter:** blocks of an admitted request that a step in flight writes: 1 where 0 is right.
@@ -63,7 +63,7 @@ class StalePlaceholderScheduler(AlternatingScheduler):
         return request.status.is_finished
 
 
-class WrongOwnerScheduler(SlottedScheduler):
+class WrongReceiverScheduler(SlottedScheduler):
     """Incident 11: a token goes to the request that took the batch slot of its own.
 
     **What it did.** The model returns tokens by slot. They were given to the requests that had the slots when the
@@ -77,6 +77,6 @@ class WrongOwnerScheduler(SlottedScheduler):
     **Counter:** tokens in an answer that were generated for another request: 1 where 0 is right.
     """
 
-    def owner(self, output: SchedulerOutput, slot: int) -> Request | None:
+    def receiver(self, output: SchedulerOutput, slot: int) -> Request | None:
         """The request that gets the token which the model has returned for a slot."""
         return self.slots.get(slot)

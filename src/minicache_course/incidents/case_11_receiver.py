@@ -1,6 +1,6 @@
-"""Incident 11, the wrong owner: a token goes to the request that took its own one's slot. Expose it, and fix it.
+"""Incident 11, the wrong receiver: a token goes to the request that took its own one's slot. Expose it, and fix it.
 
-Phase 12's lab builds it. The bug is `minicache_course.incidents.async_broken.WrongOwnerScheduler`.
+Phase 12's lab builds it. The bug is `minicache_course.incidents.async_broken.WrongReceiverScheduler`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def expose(create: Callable[..., Scheduler]) -> None:
         assert got == request.max_tokens, f"{request!r} has {got} tokens of {request.max_tokens}"
 
 
-class FixedOwnerScheduler(SlottedScheduler):
+class FixedReceiverScheduler(SlottedScheduler):
     """Incident 11, fixed: a token goes to the request that had the slot when the step was scheduled."""
 
-    def owner(self, output: SchedulerOutput, slot: int) -> Request | None:
+    def receiver(self, output: SchedulerOutput, slot: int) -> Request | None:
         """The request that gets the token which the model has returned for a slot: the one that it was generated for.
 
         Args:

@@ -45,6 +45,7 @@ CARRIED = (
     "tests/conftest.py",
     "tests/phase-*/*.py",
     "tests/phase-06-preemption/right_steps.json.gz",
+    "tests/phase-12-production-defaults/recorded_tables.json.gz",
     "tests/scheduler/golden/unusual.json.gz",  # what vLLM schedules: phase 9 compares with it
     "notebooks/phase-*.ipynb",
 )

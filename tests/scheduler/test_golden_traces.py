@@ -189,6 +189,14 @@ def test_every_block_of_every_group_is_the_one_that_vllm_takes(workload, mode):
         )
 
 
+def test_what_learners_get_is_what_was_recorded() -> None:
+    """Phase 12's tests have a few of the workloads."""
+    few = GOLDEN.parents[1] / "phase-12-production-defaults/recorded_tables.json.gz"
+    all_of_them = json.loads(gzip.decompress((GOLDEN / "hybrid.json.gz").read_bytes()))
+    for workload in json.loads(gzip.decompress(few.read_bytes())):
+        assert workload in all_of_them
+
+
 def test_what_the_rule_saves() -> None:
     """The table of phase 9's page on admission: vLLM's own schedules of the workloads without a prefix cache."""
     workloads = json.loads(gzip.decompress((GOLDEN / "first_come.json.gz").read_bytes()))

@@ -7,8 +7,10 @@ file, where a segment would have to be compacted; nothing has to be read, repair
 several processes may use one folder at once, with no lock. It costs the opening of a file a block, some 20 µs, against
 the milliseconds that computing one takes.
 
-A file appears under its name only when it is complete (`os.replace`), so a process may be killed at any moment. What a
-power failure does to a file that was not flushed, its checksum shows (`minicache.tiers.contract`).
+A file appears under its name only when it is complete (`os.replace`), so a process may be killed at any moment. It
+holds a lock on the file that it is making, and the system releases that when it dies: an unlocked one is left over, and
+the next listing removes it. What a power failure does to a file that was not flushed, its checksum shows
+(`minicache.tiers.contract`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
@@ -28,9 +32,6 @@ from minicache.tiers.contract import Key
 
 SPARED: Final = 0.05
 """When the folder is full, this part of its bound is freed at once: listing it for each block would be slow."""
-
-STALE_SECONDS: Final = 60.0
-"""A file that has been in the making for so long is of a process that was killed."""
 
 _SUFFIX: Final = ".making"
 
@@ -138,15 +139,20 @@ class DiskTier:
         )
 
     def stored(self) -> Iterator[Stored]:
-        """The records that are here, in no order. Files that were left in the making are removed (`STALE_SECONDS`)."""
+        """The records that are here, in no order. Files that killed processes have left in the making are removed."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if len(entry.name) == 2 and entry.is_dir():
                     yield from _records(Path(entry.path))
                 elif entry.name.endswith(_SUFFIX):
-                    with suppress(FileNotFoundError):
-                        if time.time() - entry.stat().st_mtime > STALE_SECONDS:
-                            Path(entry.path).unlink()
+                    _remove_left_over(Path(entry.path))
+
+
+def _remove_left_over(making: Path) -> None:
+    """Remove a file in the making, unless a process has it locked, or it is not ours to remove."""
+    with suppress(OSError), making.open("r+b") as file:
+        flock(file, LOCK_EX | LOCK_NB)
+        making.unlink()
 
 
 def _records(folder: Path) -> Iterator[Stored]:

@@ -261,7 +261,11 @@ class EngineOptions:
             "TIER",
             flag="--kv-tier",
             panel=BATCH,
-            simulate=_NO_MODEL,
+            simulate=Face(
+                "no folder is opened, and no server asked",
+                help="Simulate a tier, as for serve: cpu:SIZE, disk:PATH[?max=SIZE] or redis://HOST:PORT. May be "
+                "repeated.",
+            ),
         ),
     )
     kv_tier_policy: TierPolicy = field(
@@ -270,7 +274,6 @@ class EngineOptions:
             "When a block goes to the tiers: write_through (full) or write_back (evicted).",
             "WHEN",
             panel=BATCH,
-            simulate=_NO_MODEL,
         ),
     )
     dtype: DType | None = field(

@@ -123,7 +123,7 @@ def chosen_schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, m
     ("schedule", "workload", "mode"),
     [
         *(pytest.param(schedule_of, *case.values, id=case.id) for case in cases("first_come", "unusual")),
-        *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async")),
+        *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async", "async_short")),
         *(pytest.param(chosen_schedule_of, *case.values, id=case.id) for case in cases("priority", "options")),
     ],
 )

@@ -235,17 +235,17 @@ class SlottedScheduler(AsyncChunkedScheduler):
         if self.ahead is None:
             self.count(output)
         self.cache_computed()
-        awaited = set(map(id, self._awaited))
+        expecting = set(map(id, self.awaited))
         finished = []
         for request, slot in zip(output.scheduled, self.slots_of(output), strict=True):
             receiver = (
-                self.receiver(output, slot) if id(request) in awaited and request.request_id in token_ids else None
+                self.receiver(output, slot) if id(request) in expecting and request.request_id in token_ids else None
             )
             if receiver is None or receiver.status.is_finished:
                 continue
             if self.append_token(receiver, token_ids[request.request_id]):
                 finished.append(receiver)
-        self.outstanding, self.ahead, self._awaited = self.ahead, None, []
+        self.outstanding, self.ahead, self.awaited = self.ahead, None, []
         self.running = [request for request in self.running if not request.status.is_finished]
         for request in finished:
             if self.waiting.get(request.request_id) is request:

@@ -256,7 +256,7 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> NDArray[np.int64]:
     """The checked slots of a step for `rows.store_kv` and `rows.rope_store`.
 
     Args:
-        slot_mapping: `[N]` int32 or int64 on the CPU.
+        slot_mapping: `[…, N]` int32 or int64 on the CPU.
         num_slots: of the caches.
 
     Raises:

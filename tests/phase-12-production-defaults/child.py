@@ -21,9 +21,9 @@ from minicache_course.checks import that, told
 
 MODULES = {"posix", "_io", "io", "fcntl", "mmap", "sqlite3", "_sqlite3", "_dbm", "_gdbm"}
 PURE = {"fspath", "getpid", "getcwd"}
-MOST = 14
-"""Moments of a call that are tried, if it has more: forks take time."""
-PATIENCE = 0.3
+MOST = 10
+"""Moments of a work that are tried, if it has more: forks take time. One of each kind is."""
+PATIENCE = 0.1
 """Seconds for which a child is held if others wait for it: it may have locked the folder."""
 
 
@@ -78,18 +78,15 @@ def _live(prepare, work, news, leave, kill_at, hold_at, kill_in_write):
     """The child's life. It never returns."""
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        prepared = prepare()
-        number = -1
+        prepared, places = prepare(), []
 
         def profile(frame, event, arg):
-            nonlocal number
             if event not in ("c_call", "c_return", "c_exception") or not _is_of_the_system(arg):
                 return
-            number += 1
-            if number in (kill_at, hold_at):
-                where = "before" if event == "c_call" else "after"
-                os.write(news, f"{where} {arg.__name__}\n".encode())
-                if number == kill_at:
+            places.append(("before " if event == "c_call" else "after ") + arg.__name__)
+            if len(places) - 1 in (kill_at, hold_at):
+                os.write(news, places[-1].encode() + b"\n")
+                if len(places) - 1 == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
                 select.select([leave], [], [], 10.0)
 
@@ -102,10 +99,10 @@ def _live(prepare, work, news, leave, kill_at, hold_at, kill_in_write):
             result = work(prepared)
         finally:
             sys.setprofile(None)
-        told_last = f"done {number + 1} {result if isinstance(result, str) else ''}"
+        last = ["done", ",".join(places).replace(" ", "_") or "-", result if isinstance(result, str) else ""]
     except BaseException as error:
-        told_last = f"raised {told(error)}"
-    os.write(news, f"{' '.join(told_last.split())}\n".encode())
+        last = ["raised", told(error)]
+    os.write(news, " ".join(" ".join(last).split()).encode() + b"\n")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -116,21 +113,27 @@ def _is_of_the_system(function):
 
 
 def do(prepare, work):
-    """Have a child do it, who is killed after that: its moments, and what it has returned if that is a string."""
+    """Have a child do it, that is killed after that: where its moments are, "before_replace" for instance."""
     __tracebackhide__ = True
     end = Child(prepare, work).end()
     that("the end of another process", end if end.startswith("raised") else "done").gives("done")
-    _, number, result = (*end.split(" ", 2), "")[:3]
-    return int(number), result
+    return [place for place in end.split(" ")[1].split(",") if place != "-"]
 
 
 def moments(prepare, work):
-    """Some of the moments of a work, evenly: all of them if they are few."""
+    """Some of the moments of a work: all if they are few, else the last of each kind, and some between."""
     __tracebackhide__ = True
-    number, _ = do(prepare, work)
-    if number <= MOST:
-        return list(range(number))
-    return sorted({round(index * (number - 1) / (MOST - 1)) for index in range(MOST)})
+    places = do(prepare, work)
+    if len(places) <= MOST:
+        return list(range(len(places)))
+    evenly = {round(index * (len(places) - 1) / (MOST - 1)) for index in range(MOST)}
+    return sorted(evenly.union({place: number for number, place in enumerate(places)}.values()))
+
+
+def last_of_each_kind(prepare, work):
+    """For each place of a work its last moment: so also one of what is seldom done."""
+    __tracebackhide__ = True
+    return sorted({place: number for number, place in enumerate(do(prepare, work))}.values())
 
 
 def killed(prepare, work, moment):

@@ -97,7 +97,7 @@ print(
 print(f"for {max(wait for _, wait in loaded):.2f} s at every bandwidth, if it is loaded.")
 
 # %% [markdown]
-# A slow folder delays the conversation, and nobody else: it waits in the queue, and the other request goes on. A stack of
+# A slow folder delays the conversation and no other request: it waits in the queue, and the other request goes on. A stack of
 # tiers ends a load after three seconds; here it may take as long as it likes.
 #
 # **Question.** What is the break-even bandwidth in MB/s? (1 MB is 10⁶ bytes.)

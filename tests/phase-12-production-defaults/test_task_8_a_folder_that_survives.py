@@ -523,7 +523,7 @@ def test_a_full_disk(folder):
 
 
 def test_a_full_disk_again_and_again(folder):
-    """Thirty stores of 50,000 bytes fail. They leave no bytes, and count for nothing: no record has to go for them."""
+    """Thirty stores of 50,000 bytes fail. They leave no bytes, and do not count: no record has to go for them."""
     tier = filled(folder, range(10))
     before = on_disk(folder)
     for number in range(20, 50):

@@ -161,7 +161,7 @@ def test_only_what_the_prefix_cache_lacks(make):
 
 
 def test_nothing_if_all_is_here(make):
-    """The prefix cache has all of it: the same prompt again waits for nothing."""
+    """The prefix cache has all of it: the same prompt again waits for no load."""
     scheduler, tiers = make()
     serve(scheduler, tiers, Request("a", prompt(14), 2))
     tiers.loads.clear()
@@ -348,7 +348,7 @@ def test_what_comes_is_loaded_and_not_computed(make, num_here):
 
 
 def test_others_find_what_was_loaded(make):
-    """What was loaded is in the prefix cache: another request with that prefix shares it, and asks for nothing."""
+    """What was loaded is in the prefix cache: another request with that prefix shares it without a load."""
     scheduler, tiers = make()
     scheduler.add_request(a := Request("a", prompt(13), 9))
     tiers.stored |= contents(scheduler, prompt(13), 3)
@@ -496,7 +496,7 @@ def test_another_request_with_its_id(make):
 
 
 def test_a_load_is_given_up_when_it_is_over(make):
-    """Done or not, used or not: the tiers hear of it when nobody waits for it any more."""
+    """Done or not, used or not: the tiers hear of it when no request waits for it any more."""
     scheduler, tiers = make()
     tiers.stored |= contents(scheduler, prompt(13), 3)
     for number, first in enumerate((10, 300, 600)):

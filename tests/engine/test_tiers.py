@@ -119,7 +119,7 @@ def test_bytes_come_back_bit_by_bit() -> None:
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "swap"])
 def test_damaged_files_are_computed_again(folder: Path, expected: list[list[int]], harm: str) -> None:
-    files = [each.path for each in DiskTier(folder, 10**9).stored()]
+    files = list(folder.glob("??/*"))
     assert len(files) >= 12
     for each, other in zip(files, files[1:] + files[:1], strict=True):
         data = bytearray(each.read_bytes())

@@ -162,7 +162,6 @@ def test_a_folder_outlives_its_tier(tmp_path: Path) -> None:
     DiskTier(tmp_path, 1000).store(key(0), b"0")
     again = DiskTier(tmp_path, 1000)
     assert again.load([key(0)]) == [b"0"]
-    assert again.nbytes == 1
 
 
 def test_two_tiers_may_share_a_folder(tmp_path: Path) -> None:
@@ -178,8 +177,16 @@ def test_a_smaller_bound_holds_from_the_start(tmp_path: Path) -> None:
     for number in range(10):
         tier.store(key(number), bytes(100))
     again = DiskTier(tmp_path, 300)
-    assert again.nbytes <= 300
+    assert sum(again.lookup([key(number)]) for number in range(10)) == 2  # a bit more is freed than must be
     assert again.lookup([key(9)])
+
+
+def test_tiers_that_share_a_folder_keep_its_bound(tmp_path: Path) -> None:
+    one, two = DiskTier(tmp_path, 10_000), DiskTier(tmp_path, 10_000)
+    for number in range(300):  # each by turns writes a whole bound, and more
+        (one, two)[number // 150].store(key(number), bytes(100))
+        if number % 10 == 9:
+            assert sum(each.stat().st_size for each in tmp_path.glob("??/*")) <= 10_500
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:

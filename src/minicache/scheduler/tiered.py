@@ -228,9 +228,10 @@ class TieredScheduler(PrefixCachingScheduler):
         self._writes_through = tier_policy == "write_through"
         self._cache = self.pool = TieredBlockPool(self.pool.num_blocks, self.pool.block_size)
         self.waiting = LoadingQueue(self.priority_key)
-        self._loads: dict[RequestId, tuple[Request, Load, int]] = {}  # and where in its blocks the load begins
-        self._asked: set[RequestId] = set()  # waiting requests that have had their load
-        self._to_store: list[tuple[int, BlockHash]] = []
+        # Waiting requests that have a load, under way or done, and the number of the block that it begins with.
+        self._loads: dict[RequestId, tuple[Request, Load, int]] = {}
+        self._asked: set[RequestId] = set()  # waiting requests that were asked for, whatever became of it
+        self._to_store: list[tuple[int, BlockHash]] = []  # of the next step, as `SchedulerOutput` has them
         self._to_load: list[tuple[int, BlockHash, bytes]] = []
 
     @property
@@ -289,9 +290,11 @@ class TieredScheduler(PrefixCachingScheduler):
         self.begin_load(request)
 
     def head(self) -> Request | None:
-        """As the stage's, of the requests that wait for no load. One that was not asked for yet may wait from now on.
+        """As the stage's, of the requests that wait for no load. One that was not asked for yet is now (`begin_load`).
 
-        If the bound on bypasses leaves no other choice than a request that waits for its load, that one is next.
+        Returns:
+            A request for which no load could begin: it may be admitted. Or one that waits for its load, if the stage
+            leaves no other choice (the bound on bypasses). None: there is neither.
         """
         while (request := super().head()) is not None and not self._queue.is_loading(request):
             if not self.begin_load(request):
@@ -301,11 +304,17 @@ class TieredScheduler(PrefixCachingScheduler):
     def begin_load(self, request: Request) -> bool:
         """Ask the tiers for the part of a waiting request's prefix that the prefix cache does not have.
 
-        Nothing is asked for a second time while a request waits, for one that is swapped out, for one whose prefix is
-        all here, or while `MAX_LOADS` are under way.
+        That are the blocks from the first that the prefix cache lacks, to the last that `find_prefix` could use: the
+        request's last token is always computed. The request waits for its load then (`LoadingQueue.hold`).
+
+        Nothing happens for one that was asked for already since it began to wait, that is swapped out, or whose prefix
+        is all here; and while `MAX_LOADS` requests have a load.
+
+        Args:
+            request: in `waiting`, and waits for no load.
 
         Returns:
-            Whether the request waits for a load now.
+            Whether it waits for a load now.
         """
         request_id = request.request_id
         is_waiting = request.status is RequestStatus.WAITING
@@ -320,7 +329,10 @@ class TieredScheduler(PrefixCachingScheduler):
         return True
 
     def end_loads(self) -> None:
-        """Let the requests go on whose load is done. Loads that have brought nothing are forgotten."""
+        """Let the requests go on whose load is done; the tiers hear of it (`give_up`).
+
+        A load that has brought blocks is kept for `find_prefix`. One that has not is forgotten: it counts no longer.
+        """
         for request, load, _ in list(self._loads.values()):
             if load.is_done:
                 if self._queue.is_loading(request):
@@ -332,8 +344,17 @@ class TieredScheduler(PrefixCachingScheduler):
     def find_prefix(self, request: Request) -> list[int]:
         """As the stage's; but blocks that were loaded for the request are put into the prefix cache first.
 
-        That is done if the request can be admitted now; else they stay in CPU memory, and it holds none. If what the
-        prefix cache has no longer reaches to where the load begins, it is of no use, and given up.
+        Which of them are needed depends on what the prefix cache has now. It may have more than when the load began:
+        only the blocks behind that are placed (`TieredBlockPool.place`), and put into `_to_load` as (block, hash,
+        contents). It may have less, and no longer reach to where the load begins; then the load is of no use.
+
+        If blocks are needed and the request cannot be admitted now (`can_allocate`), nothing happens: they stay in CPU
+        memory. Otherwise the load is over (`drop_load`).
+
+        A request that is next though its load is not done gets the blocks that have come.
+
+        Returns:
+            As the stage's: what the prefix cache had, and what was placed.
         """
         found = super().find_prefix(request)
         if request.request_id not in self._loads:
@@ -358,7 +379,11 @@ class TieredScheduler(PrefixCachingScheduler):
         super().admit(request, output, found)
 
     def drop_load(self, request: Request) -> None:
-        """Give up a request's load, if it has one. If it is in the queue, it no longer waits for that."""
+        """Give up a request's load, if it has one: the tiers hear of it. It no longer waits for that, if it did.
+
+        Args:
+            request: in the queue or not. Another request with its id may have a load: that one stays.
+        """
         load = self._loads.get(request.request_id)
         if load is not None and load[0] is request:
             del self._loads[request.request_id]

@@ -196,7 +196,7 @@ for name, mib in curves.items():
 # A chunk makes every window hold what the chunk's first token sees and the chunk itself. In decode only the four full layers
 # go on growing.
 #
-# **Question 1.** Gemma 3 4B has 34 layers, 5 of them full; the windows have 1,024 tokens, and a layer stores 4 KiB a token.
+# **Question 3.** Gemma 3 4B has 34 layers, 5 of them full; the windows have 1,024 tokens, and a layer stores 4 KiB a token.
 # How many MiB does a request of 8,192 tokens hold, in groups of five layers?
 
 # %%
@@ -233,7 +233,7 @@ for retention in (0, None):
 # %% [markdown]
 # To keep all is best for the second prompt and costs more blocks, which in a full pool evict those of other prompts.
 #
-# **Question 2.** With a retention of 1,024, the windows also keep what every multiple of 1,024 tokens needs. How many tokens
+# **Question 4.** With a retention of 1,024, the windows also keep what every multiple of 1,024 tokens needs. How many tokens
 # does the second prompt compute?
 
 # %%
@@ -325,7 +325,7 @@ print(f"for {max(wait for _, wait in loaded):.2f} s at every bandwidth, if it is
 # A slow folder delays the conversation and no other request: it waits in the queue, and the other request goes on. A stack of
 # tiers ends a load after three seconds; here it may take as long as it likes.
 #
-# **Question.** What is the break-even bandwidth in MB/s? (1 MB is 10⁶ bytes.)
+# **Question 5.** What is the break-even bandwidth in MB/s? (1 MB is 10⁶ bytes.)
 
 # %%
 break_even_mb = None
@@ -363,7 +363,7 @@ print("without touch:", prefixes(False))
 # %% [markdown]
 # In the order in which they were stored, the beginning of a prefix goes first, and its end is kept in vain.
 #
-# **Question.** A folder has 4 GB, and nothing but conversations of 1,024 tokens of SmolLM2. How many can it have?
+# **Question 6.** A folder has 4 GB, and nothing but conversations of 1,024 tokens of SmolLM2. How many can it have?
 
 # %%
 num_conversations = None
@@ -430,7 +430,7 @@ nb.lines(range(len(answer)), curves, "tokens of the answer so far", "", yscale="
 # Where little is allowed, little is looked at. Inside the name nearly every token is allowed, and has to be
 # listed. The automaton is asked once for each beginning that longer tokens share.
 #
-# **Question.** Behind `"age":` comes a space and a number. By hand: how many of the tokens are allowed there?
+# **Question 7.** Behind `"age":` comes a space and a number. By hand: how many of the tokens are allowed there?
 
 # %%
 allowed_before_the_number = None
@@ -484,7 +484,7 @@ for name, its_texts in (("free", batch[:8]), ("held", batch[8:])):
     print("  ", " ".join(tokenizer.decode_words(its_texts[0])))
 
 # %% [markdown]
-# **Question.** Two tokens are allowed in a row. The model gives them probabilities of 0.02 and 0.06. With which probability
+# **Question 8.** Two tokens are allowed in a row. The model gives them probabilities of 0.02 and 0.06. With which probability
 # is the second one picked behind the mask?
 
 # %%

@@ -1,14 +1,36 @@
 # %% [markdown]
 # # Phase 12: production defaults, measured
 #
-# TODO: introduction
+# A prefix has left the cache of an H100. Should it be computed again, or read from a disk that kept it? That depends on
+# two speeds: how fast the model computes a token's keys and values, and how fast their bytes arrive. This notebook
+# measures when it pays to schedule one step ahead, to give blocks back, to keep blocks below the prefix cache, and what
+# it costs to allow only some tokens.
 
-# %%
+# %% alt="Four bars: the GB/s from which on reading a prefix is faster than computing it on an H100. OPT-13B 31.5, Llama-3-8B 8.1, Llama-3-70B 2.3, Qwen3-32B 4.0."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
 
 nb.begin(12, mine=MINE)
+
+from minicache.arithmetic.arithmetic import cache_bytes_per_token
+from minicache.arithmetic.specs import H100, LLAMA_3_8B, LLAMA_3_70B, OPT_13B, QWEN3_32B
+
+
+def break_even(model):
+    """Bytes a second of which reading and computing a token take the same time."""
+    tokens_per_second = H100.peak_flops / (2 * model.num_parameters)
+    return tokens_per_second * cache_bytes_per_token(model)
+
+
+models = {
+    "OPT-13B": OPT_13B,
+    "Llama-3-8B": LLAMA_3_8B,
+    "Llama-3-70B": LLAMA_3_70B,
+    "Qwen3-32B": QWEN3_32B,
+}
+needed = {name: break_even(model) / 1e9 for name, model in models.items()}
+nb.bars(needed, "GB/s from which on reading wins", text="{:.1f}", roles=["shared"])
 
 # %% [markdown]
 # ## 1. One step ahead
@@ -47,7 +69,7 @@ for number in range(1, 5):
 # %% alt="How many times as fast one step ahead is, against the CPU's share of a step without overlap, from 0 to 70 %. The formula, the longer of the two, rises from 1 to 2 at 50 % and falls again. Answers of about 200 tokens lie almost on it. Answers of about 10 tokens lie a tenth to a fifth below it, and below 1 where the CPU's share is less than 10 %."
 import random
 
-from minicache.arithmetic.specs import H100, LLAMA_3_8B
+from minicache.arithmetic.specs import LLAMA_3_8B
 from minicache.simulator.costs import RooflineCost, StepLoad
 
 cost = RooflineCost(LLAMA_3_8B, H100, overhead_seconds=0.0)
@@ -475,3 +497,33 @@ probability_of_the_second = None
 row = torch.tensor([[0.02, 0.06, 0.92]]).log()
 right = mask_rows(row, [0], torch.tensor([[True, True, False]])).softmax(-1)[0, 1]
 nb.check(probability_of_the_second, round(float(right), 2))
+
+# %% [markdown]
+# ## Your experiment: whose answers gain by one step ahead?
+#
+# The server of section 1 again: 256 requests, 64 at a time, on a simulated H100. The CPU has a fifth of each step, and
+# the longer of the two says that one step ahead is at most 1.25 times as fast.
+#
+# **Write down how many times as fast it is for each of the four lengths**, then run the cell. Then change the CPU's
+# share: from which share on does one step ahead pay for all of them?
+
+# %% alt="How many times as fast one step ahead is, for four lengths of answers. 1.11 for 2 tokens, 1.16 for 5, 1.19 for 20, 1.24 for 200."
+YOUR_LENGTHS = (2, 5, 20, 200)  # tokens of an answer, on average
+YOUR_SHARE = 0.2  # of a step without overlap: the CPU's
+YOUR_PREDICTION = "…, …, …, …"
+
+gains = {}
+for num_tokens in YOUR_LENGTHS:
+    in_turn, _ = gpu_seconds(ChunkedPrefillScheduler(**options), num_tokens, overlaps=False)
+    ahead, _ = gpu_seconds(AsyncChunkedScheduler(**options), num_tokens, overlaps=True)
+    cpu = YOUR_SHARE / (1 - YOUR_SHARE) * sum(in_turn) / len(in_turn)
+    gains[f"{num_tokens} tokens"] = seconds_of(in_turn, cpu, overlaps=False) / seconds_of(
+        ahead, cpu, overlaps=True
+    )
+nb.bars(gains, "times as fast", text="{:.2f}", roles=["generated"])
+print("You predicted:", YOUR_PREDICTION)
+
+# %% [markdown]
+# **What to look for.** Each answer costs one token in vain, and its batch slot is free one step later. Of an answer of
+# 2 tokens that is a third of all that is computed, of one of 200 next to nothing. With a share of a twentieth, short
+# answers lose: chats and documents gain, and a classifier that answers with one word may not.

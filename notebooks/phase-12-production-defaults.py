@@ -378,7 +378,7 @@ nb.check(num_conversations, 4 * 10**9 // (1024 * TOKEN_NBYTES))
 # a space before them. An answer is held to an expression with a name and a number. For each of its tokens: how many tokens
 # are allowed there, and how often the automaton is asked to find them.
 
-# %% alt="Along the 14 tokens of an answer, on a logarithmic axis: tokens allowed, and calls of the automaton. Both are at most about 100 at the fixed text and at the number; in the five steps inside the name 36,500 tokens are allowed, and the automaton is asked 1,400 times."
+# %%
 from itertools import product
 from string import ascii_lowercase
 
@@ -396,6 +396,7 @@ trie = TokenTrie(tokens)
 ids = {text: token_id for token_id, text in enumerate(tokens)}
 
 
+# %% alt="Along the 14 tokens of an answer, on a logarithmic axis: tokens allowed, and calls of the automaton. Both are at most about 100 at the fixed text and at the number; in the five steps inside the name 36,500 tokens are allowed, and the automaton is asked 1,400 times."
 class Counted(Automaton):
     """Counts how often it is asked."""
 
@@ -407,7 +408,7 @@ class Counted(Automaton):
 
 
 def along(expression, answer):
-    """For each token of an answer: how many are allowed there, and how often the automaton is asked."""
+    """For each token of an answer: how many are allowed, how often the automaton is asked."""
     masks, found = TokenMasks(Counted(expression), trie, [0]), []
     state = masks.automaton.start
     for text in answer:
@@ -418,7 +419,8 @@ def along(expression, answer):
 
 
 expression = r'\{"name": "[a-z ]{1,24}", "age": (0|[1-9]\d?)\}'
-answer = ["{", '"', "nam", "e", '": "', "ada", " lo", "vel", "ace", '", "', "age", '":', " 36", "}"]
+name = ["{", '"', "nam", "e", '": "', "ada", " lo", "vel", "ace", '", "']
+answer = [*name, "age", '":', " 36", "}"]
 allowed, asked = zip(*along(expression, answer))
 print(f"{len(tokens):,} tokens, {len(trie.children):,} nodes")
 for text, its_allowed, its_asked in zip(answer, allowed, asked):
@@ -469,6 +471,7 @@ for _ in range(16):
         batch[number].append(token_id)
 
 
+# %%
 def is_grammatical(text):
     """Whether a text, which may break off, is MiniGPT's English."""
     try:

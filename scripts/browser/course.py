@@ -37,7 +37,7 @@ SEARCH = ("minicache/engine/__init__.py", "minicache/engine/beam.py")
 GRADING = tuple(
     f"minicache_course/{name}.py"
     for name in (
-        *("account", "checks", "effort", "encoding", "finder", "follow", "journal", "pages", "plugin"),
+        *("account", "checks", "effort", "encoding", "exposing", "finder", "follow", "journal", "pages", "plugin"),
         *("progress", "record", "results", "scenario", "seeds", "session", "stall", "table", "templates", "values"),
         "workspace",
     )

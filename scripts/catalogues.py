@@ -93,11 +93,12 @@ def of_the_course() -> list[str]:
     modules = [file for file in sorted(COURSE.glob("*.py")) if file.stem not in NOT_FOR_LEARNERS]
     modules += [COURSE.parent / "minicache_teach" / f"{name}.py" for name in ("controls", "misnamed")]
     tests = sorted((ROOT / "tests").glob("phase-*/*.py"))
-    broken = COURSE / "incidents" / "broken.py"
+    broken = [COURSE / "incidents" / f"{name}.py" for name in ("broken", "async_broken")]
     found = [*map(str, Outcome), *of_the_table(ROOT / "labs" / "course.toml")]
     for file in (*modules, *tests):
         found += told_by(file)
-    found += [doc.splitlines()[0] for doc in _classes_of(broken)]  # a grader names the bug that a test lets pass
+    for file in broken:
+        found += [doc.splitlines()[0] for doc in _classes_of(file)]  # a grader names the bug that a test lets pass
     return list(dict.fromkeys(found))
 
 

@@ -48,6 +48,7 @@ from minicache.grammar import check_text
 from minicache.request import Request
 from minicache.scheduler import ChunkedPrefillScheduler
 from minicache.simulator.costs import BANDWIDTH_EFFICIENCY, FLOPS_EFFICIENCY, RooflineCost, StepLoad
+from minicache.simulator.overlap import overlap_gain
 from minicache.simulator.workload import (
     ALPACA,
     AZURE_CODE,
@@ -468,7 +469,7 @@ def tiers() -> Numbers:
 def gpu_steps() -> Numbers:
     """Decode steps of Llama-3-8B on an H100 with 1,000 cached tokens each; the scheduler's times are measured ones."""
     weights, rows = weight_bytes(LLAMA_3_8B.num_parameters), []
-    for requests, scheduler in ((1, 0.04), (64, 0.7), (256, 2.9)):
+    for requests, scheduler in SCHEDULER_MS.items():
         nbytes = weights + requests * 1000 * cache_bytes_per_token(LLAMA_3_8B)
         gpu = 1e3 * nbytes / H100.bandwidth
         rows.append(
@@ -476,3 +477,22 @@ def gpu_steps() -> Numbers:
             | {"in_turn": f"{gpu + scheduler:.1f} ms", "overlapped": f"{gpu:.1f} ms"}
         )
     return {"alone": H100.bandwidth / weights, "rows": rows, "idle_percent": 100 * 2.9 / (gpu + 2.9)}
+
+
+SCHEDULER_MS = {1: 0.04, 64: 0.7, 256: 2.9}
+"""Requests → milliseconds of vLLM 0.33's scheduler, schedule and update of a decode step, measured on a CPU."""
+
+
+@computed
+def async_gain() -> Numbers:
+    """Decode steps of Llama-3-8B on an H100, 1,000 cached tokens a request, in turn and overlapped."""
+    cost, rows = RooflineCost(LLAMA_3_8B, H100, overhead_seconds=0), []
+    for requests, cpu in SCHEDULER_MS.items():
+        gpu = 1e3 * cost.step_seconds(StepLoad.of([(1, 1000)] * requests))
+        rates = [1e3 * requests / milliseconds for milliseconds in (cpu + gpu, max(cpu, gpu))]
+        rows.append(
+            {"requests": requests, "cpu": f"{cpu} ms", "gpu": f"{gpu:.1f} ms", "ratio": f"{cpu / gpu:.3f}"}
+            | {"in_turn": f"{rates[0]:,.0f}", "overlapped": f"{rates[1]:,.0f}"}
+            | {"gain": f"{overlap_gain(cpu / gpu):.3f}"}
+        )
+    return {"rows": rows, "useful": 200 / 201}

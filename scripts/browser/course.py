@@ -20,7 +20,10 @@ SOURCES = ROOT / "src"
 
 PURE = (
     *(f"minicache/{name}.py" for name in ("__init__", "lazy", "errors", "palette", "request", "trace")),
-    *(f"minicache/{name}" for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator")),
+    *(
+        f"minicache/{name}"
+        for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator", "structured")
+    ),
     *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents", "language.py")),
 )
 """What of `src` is pure standard library, and what a playground runs."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 from rich.console import Console
 
-from minicache.engine.options import EngineOptions, KVCacheDType
+from minicache.engine.options import EngineOptions, KVCacheDType, TierPolicy
 from minicache.palette import color
 from minicache.plots import save_plot
 from minicache_cli.folders import make_folder
@@ -23,10 +23,12 @@ from minicache_cli.show import facts, latencies, progress, save_json, show_files
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from minicache.fleet import Router
     from minicache.scheduler import Scheduler
     from minicache.simulator.fleet import FleetReport
     from minicache.simulator.machine import Machine
     from minicache.simulator.report import RequestTimes, ServingReport
+    from minicache.simulator.tiers import SimulatedTiers
     from minicache.simulator.traffic import Traffic
 
 app = typer.Typer()
@@ -84,13 +86,16 @@ def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
     console = Console(highlight=False)
     if mine:
         use_labs(console)
+    from minicache.fleet import create_router
     from minicache.scheduler import has_option  # a learner's file may take its place until now
+    from minicache.simulator.tiers import simulated_tiers
     from minicache.simulator.traffic import Traffic, usual_rate
 
     with usage_errors():
         rate = usual_rate(run.workload) if run.rate is None else run.rate
         traffic = Traffic(run.workload, rate, run.count, run.seed)
         kv_cache_dtype = engine.pop("kv_cache_dtype")
+        kv_tiers, tier_policy = engine.pop("kv_tiers") or [], engine.pop("kv_tier_policy")
         machine = _machine(run, engine["num_blocks"], engine["block_size"], kv_cache_dtype)
         engine["num_blocks"], engine["max_model_len"] = machine.num_blocks, traffic.max_model_len
         if engine["max_num_batched_tokens"] is None:
@@ -98,7 +103,10 @@ def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
         if engine["num_host_blocks"] is None:
             engine["num_host_blocks"] = machine.num_blocks if engine["preemption"] == "swap" else 0
         engine["prefix_caching"] &= traffic.has_tokens and has_option(run.scheduler, "prefix_caching")
-        make_scheduler = partial(_scheduler, run.scheduler, **engine)
+        if kv_tiers and not traffic.has_tokens:
+            raise ValueError("--kv-tier needs prompts with tokens: take --workload chats or system-prompt")
+        make_tiers = simulated_tiers(kv_tiers, machine.token_nbytes * engine["block_size"]) if kv_tiers else None
+        make_scheduler = partial(_scheduler, run.scheduler, make_tiers, tier_policy, **engine)
         _require_one_kind(run)
         if run.out is not None:
             make_folder(run.out)
@@ -109,7 +117,9 @@ def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
             refusal = f". The first: {report.refusal}"
         else:
             policy = run.policy or "prefix_affinity"
-            report = _serve_by_fleet(run.replicas, policy, make_scheduler, machine, traffic, console)
+            own = 0 if make_tiers is None else sum(each.max_blocks for each in make_tiers().tiers if each.name == "cpu")
+            router = create_router(policy, seed=run.seed, capacity_blocks=machine.num_blocks + own)
+            report = _serve_by_fleet(run.replicas, router, make_scheduler, machine, traffic, console)
             refusal = ": they were too large for a replica"
         if report.num_refused == run.count:
             raise ValueError(f"all {run.count:,} requests were refused{refusal}")
@@ -121,6 +131,7 @@ def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
     if run.out is not None:
         settings = {name: getattr(run, name) for name in ("workload", "count", "seed", "scheduler", "replicas")}
         settings |= {"rate": rate, "machine": machine.name, "kv_cache_dtype": kv_cache_dtype, "policy": policy}
+        settings |= {"kv_tiers": kv_tiers, "kv_tier_policy": tier_policy}
         file = run.out / "report.json"
         save_json({"settings": settings | engine, "report": report.to_json()}, file)
         show_files(console, (file, *_save_plots(report, title, run.out)))
@@ -148,7 +159,8 @@ def _machine(run: Run, num_blocks: int | None, block_size: int, kv_cache_dtype: 
         ValueError: both were asked for, or a quantized cache on a calibrated host; or the weights leave no room for a
             cache.
     """
-    from minicache.simulator.costs import HostCost
+    from minicache.arithmetic.specs import MINIGPT
+    from minicache.simulator.costs import HostCost, kv_token_bytes
     from minicache.simulator.machine import Machine, published_machine
 
     if run.host is None:
@@ -165,17 +177,27 @@ def _machine(run: Run, num_blocks: int | None, block_size: int, kv_cache_dtype: 
         raise ValueError("--host was measured without quantization: leave out --kv-cache-dtype")
     calibrated = HostCost.load(run.host)
     num_blocks = HOST_BLOCKS if num_blocks is None else num_blocks
-    return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks)
+    token_nbytes = kv_token_bytes(MINIGPT, "float32")
+    return Machine(f"{calibrated.model} on {calibrated.machine}", calibrated, num_blocks, token_nbytes)
 
 
-def _scheduler(name: str, **options: Any) -> Scheduler:
-    """The scheduler by its name; Orca's get as many slots as the others have in blocks, and the limits that apply."""
+def _scheduler(
+    name: str, make_tiers: Callable[[], SimulatedTiers] | None, tier_policy: TierPolicy, **options: Any
+) -> Scheduler:
+    """The scheduler by its name; Orca's get as many slots as the others have in blocks, and the limits that apply.
+
+    Raises:
+        ValueError: it cannot have such options, or tiers.
+    """
     from minicache.scheduler import create_scheduler
     from minicache.scheduler.paged import require_paged_options
     from minicache.simulator.orca import OrcaScheduler
 
     if not name.startswith("orca-"):
-        return create_scheduler(name, **options)
+        tiers = None if make_tiers is None else make_tiers()
+        return create_scheduler(name, tiers=tiers, tier_policy=tier_policy, **options)
+    if make_tiers is not None:
+        raise ValueError(f'--kv-tier: "{name}" has no blocks to keep; take --scheduler fair or chunked')
     require_paged_options(options["preemption"], options["num_host_blocks"], options["watermark"])
     limits = {limit: options[limit] for limit in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")}
     num_slots = options["num_blocks"] * options["block_size"]
@@ -190,15 +212,17 @@ def _serve(
 ) -> ServingReport:
     """Serve all requests, with a progress bar; the trace is written as it grows."""
     from minicache.scheduler.audit import Auditor
+    from minicache.scheduler.audit_sharing import SharingAuditor
     from minicache.simulator.serving import ServingSimulation
     from minicache.trace import to_json
 
+    auditor = SharingAuditor if scheduler.prefix_caching else Auditor
     with nullcontext() if run.trace is None else run.trace.open("w", encoding="utf-8") as lines:
         simulation = ServingSimulation(
             scheduler,
             machine.cost,
             traffic,
-            observers=[Auditor()] if run.audit else [],
+            observers=[auditor()] if run.audit else [],
             trace=None if lines is None else lambda step: lines.write(to_json(step) + "\n"),
             skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
@@ -208,17 +232,15 @@ def _serve(
 
 def _serve_by_fleet(
     num_replicas: int,
-    policy: PolicyName,
+    router: Router,
     make_scheduler: Callable[[], Scheduler],
     machine: Machine,
     traffic: Traffic,
     console: Console,
 ) -> FleetReport:
     """Serve all requests with a fleet, with a progress bar."""
-    from minicache.fleet import create_router
     from minicache.simulator.fleet import FleetSimulation
 
-    router = create_router(policy, seed=traffic.seed, capacity_blocks=machine.num_blocks)
     simulation = FleetSimulation(router, make_scheduler, machine.cost, traffic, num_replicas=num_replicas)
     with progress(console, "Serving", traffic.count) as tell:
         return simulation.run(tell)
@@ -237,6 +259,8 @@ def _show(report: ServingReport | FleetReport, title: str, console: Console) -> 
         ("end-to-end latency, s", report.latency, 1.0),
     ]
     done = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
+    computed = f"{report.num_computed_tokens:,}"
+    loaded = " · ".join(f"{name} {number:,}" for name, number in report.tier_hit_tokens.items())
     rates = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
     rows = [("finished / refused / outgrown", done), ("throughput", rates)]
     if isinstance(report, ServingReport):
@@ -245,7 +269,7 @@ def _show(report: ServingReport | FleetReport, title: str, console: Console) -> 
             ("batch size, mean / max", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
             ("memory in use, mean / max", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
             ("preemptions", f"{report.num_preemptions:,}"),
-            ("tokens recomputed", f"{report.num_recomputed_tokens:,}"),
+            ("tokens computed / recomputed", f"{computed} / {report.num_recomputed_tokens:,}"),
             ("blocks swapped", f"{report.num_swapped_blocks:,}"),
             ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
         ]
@@ -254,10 +278,13 @@ def _show(report: ServingReport | FleetReport, title: str, console: Console) -> 
         busy = sum(each.busy_seconds for each in report.replicas) / (report.replica_seconds or 1.0)
         rows += [
             ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
+            ("tokens computed", computed),
             ("requests per replica, min / max", f"{sent[0]:,} / {sent[-1]:,}"),
             ("replicas busy, mean", f"{busy:.1%}"),
             ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
         ]
+    if loaded:
+        rows.append(("tokens loaded from tiers", loaded))
     console.print(latencies(title, felt))
     console.print(facts(rows))
 

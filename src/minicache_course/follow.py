@@ -44,8 +44,12 @@ def following(cls: type, *names: str, **tellers: Teller) -> Iterator[None]:
 
 
 @contextmanager
-def following_schedulers() -> Iterator[None]:
-    """Follow every `Scheduler` and `Request`: options, requests, and the steps so far with their tokens."""
+def following_schedulers(*stages: type) -> Iterator[None]:
+    """Follow every `Scheduler` and `Request`: options, requests, and the steps so far with their tokens.
+
+    Args:
+        stages: those whose commit does not call their base class's.
+    """
     from minicache.request import Request
     from minicache.scheduler.base import Scheduler
 
@@ -57,7 +61,10 @@ def following_schedulers() -> Iterator[None]:
     with (
         following(Request, __init__=_request),
         following(Scheduler, "__init__", "abort_request", "finish_request", "recover", **steps),
+        ExitStack() as stack,
     ):
+        for stage in stages:
+            stack.enter_context(following(stage, "__init__", update_from_output=_commit))
         yield
 
 

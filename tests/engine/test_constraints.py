@@ -193,7 +193,7 @@ def test_where_nothing_is_allowed_one_request_ends(
     ("given", "named"),
     [
         ({"json_schema": {"type": "array", "uniqueItems": True}}, '"uniqueItems" is not supported'),
-        ({"json_schema": {"if": {}, "then": {}}}, '"if", "then" is not supported'),
+        ({"json_schema": {"if": {}, "then": {}}}, '"if", "then" are not supported'),
         ({"json_schema": {"type": "string", "format": "bogus"}}, "format: bogus"),
         ({"json_schema": {"type": "strin"}}, "strin"),
         ({"json_schema": '{"type":'}, "EOF while parsing"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import random
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -13,9 +18,11 @@ import torch
 
 from minicache.engine import LLM, SamplingParams
 from minicache.model import MiniGPT, load_minigpt
+from minicache.scheduler.audit_async import AsyncAuditor
+from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.observe import observe
 from minicache.serving.http.metrics import Metrics
-from minicache.tiers import CPUTier, TierStack, stack
+from minicache.tiers import CPUTier, DiskTier, TierStack, stack
 from minicache.tiers import stack as stacks
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
@@ -131,6 +138,29 @@ def test_damaged_files_are_computed_again(folder: Path, expected: list[list[int]
     assert counts(again)["hits"] >= 12  # they were stored anew
 
 
+def test_a_full_disk_can_still_be_read(
+    folder: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(tier: DiskTier) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskTier, "_begin", full)
+    llm = engine([f"disk:{folder}"])
+    assert answers(llm) == expected
+    assert counts(llm)["hits"] == 12
+    llm.generate([[each + 1 for each in PROMPTS[0]]], PARAMS)
+    assert counts(llm)["errors"] == 1
+
+
+def test_a_folder_that_is_gone_is_computed(folder: Path, expected: list[list[int]]) -> None:
+    llm = engine([f"disk:{folder}"])
+    shutil.rmtree(folder)
+    assert answers(llm) == expected
+    found = counts(llm)
+    assert "hits" not in found
+    assert found["errors"] == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [{"model": another()}, {"kv_cache_dtype": "int8"}, {"block_size": 8}, {"model": load_minigpt().to(torch.bfloat16)}],
@@ -207,6 +237,59 @@ def test_a_tier_that_fails_changes_nothing_and_is_left_alone(expected: list[list
     assert 1 <= counts(llm)["errors"] <= 4  # as many threads may be in it when it fails first
     assert answers(llm) == expected
     assert "errors" not in counts(llm)
+
+
+class Unsteady(CPUTier):
+    """A tier that fails now and then, brings too little, or other bytes than were stored."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(600_000)
+        self.choose = random.Random(seed)
+
+    def _may_fail(self) -> None:
+        if self.choose.random() < 0.1:
+            raise OSError("no")
+
+    def load(self, keys: Sequence[bytes]) -> list[bytes]:
+        self._may_fail()
+        records = super().load(keys)[: self.choose.choice([1, 100])]
+        if records and self.choose.random() < 0.2:
+            place = self.choose.randrange(len(records))
+            record = bytearray(records[place])
+            record[self.choose.randrange(len(record))] ^= 1
+            records[place] = bytes(record[: self.choose.choice([0, 100, len(record)])])
+        return records
+
+    def store(self, key: bytes, record: bytes) -> None:
+        self._may_fail()
+        super().store(key, record)
+
+    def discard(self, keys: Sequence[bytes]) -> None:
+        self._may_fail()
+        super().discard(keys)
+
+
+@pytest.mark.parametrize("scheduler", ["chunked", "async"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_whatever_tiers_do_an_auditor_sees_sound_steps_and_answers_are_the_same(
+    scheduler: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "PAUSE_SECONDS", 0.0)
+    choose = random.Random(f"{scheduler} {policy}")
+    auditor = AsyncAuditor() if scheduler == "async" else SharingAuditor()
+    options: dict[str, Any] = {"num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 8}
+    llm = engine([Unsteady(1), Unsteady(2)], scheduler=scheduler, kv_tier_policy=policy, observers=[auditor], **options)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    prompts = [[choose.randrange(50) for _ in range(choose.randrange(8, 60))] for _ in range(10)]
+    expected = [each.token_ids for each in engine(None, **options).generate(prompts, params)]
+    for _ in range(6):
+        numbers = choose.sample(range(10), 10)
+        got = llm.generate([prompts[number] for number in numbers], params)
+        assert [each.token_ids for each in got] == [expected[number] for number in numbers]
+    found = counts(llm)
+    assert found["hits"] > 20
+    assert found["errors"] > 5
+    assert llm.scheduler.pool.num_used == 0
 
 
 def test_the_next_tier_stands_in_for_one_that_fails(folder: Path, expected: list[list[int]]) -> None:
@@ -296,6 +379,43 @@ def test_a_failed_step_leaves_the_tiers_sound(folder: Path, expected: list[list[
             tokens.setdefault(chunk.request_id, []).append(chunk.token_id or 0)
     assert list(tokens.values()) == expected or sorted(tokens.values()) == sorted(expected)
     assert answers(engine([f"disk:{folder}"])) == expected
+
+
+USER = """
+import sys
+import torch
+from minicache.engine import LLM, SamplingParams
+torch.set_num_threads(1)
+llm = LLM(num_blocks=40, kv_tiers=[f"disk:{sys.argv[1]}?max=4MB"], max_model_len=200)
+print("serves", flush=True)
+number = int(sys.argv[2])
+while True:
+    number += 1
+    prompts = [[(number * each + place) % 50 for place in range(70)] for each in range(1, 4)]
+    llm.generate(prompts, SamplingParams(max_tokens=12, ignore_eos=True))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_leaves_sound_blocks(tmp_path: Path) -> None:
+    choose, num_hits, alone = random.Random(0), 0, engine(None)
+    for number in range(8):
+        command = [sys.executable, "-c", USER, str(tmp_path), str(number)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "serves\n"
+            time.sleep(0.2 + choose.random() * 0.5)
+            process.kill()
+        llm = engine([f"disk:{tmp_path}?max=4MB"])
+        assert not list(tmp_path.glob("*.making"))
+        for step in range(1, 4):
+            prompts = [[((number + step) * each + place) % 50 for place in range(70)] for each in range(1, 4)]
+            expected = [each.token_ids for each in alone.generate(prompts, PARAMS)]
+            assert [each.token_ids for each in llm.generate(prompts, PARAMS)] == expected
+        found = counts(llm)
+        assert "errors" not in found
+        num_hits += found.get("hits", 0)
+    assert num_hits > 20
 
 
 def test_threads_end_with_their_engine() -> None:

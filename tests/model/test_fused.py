@@ -21,6 +21,16 @@ from minicache.model.linear import PackedLinear, pack
 
 SIZES = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 72, "num_layers": 3, "max_seq_len": 512}
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+GEMMA_3 = {
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "centered_norms": True,
+    "post_norms": True,
+    "scaled_embedding": True,
+    "query_scale": 0.3,
+    "local_rope_theta": 77.0,
+    "tie_word_embeddings": True,
+}
 MODELS = {
     "minigpt": MiniGPTConfig(**SIZES, **HEADS),
     "one layer": MiniGPTConfig(**(SIZES | HEADS | {"num_layers": 1})),
@@ -30,6 +40,7 @@ MODELS = {
     "normed queries, tied": DecoderConfig(**SIZES, **HEADS, qk_norm=True, tie_word_embeddings=True),
     "windows": DecoderConfig(**SIZES, **HEADS, sliding_windows=(None, 5, 11)),
     "a window in the last layer": DecoderConfig(**SIZES, **HEADS, sliding_windows=(None, None, 3)),
+    "like gemma 3": DecoderConfig(**SIZES, **HEADS, **GEMMA_3, sliding_windows=(5, None, 11)),
     "stretched positions": DecoderConfig(**SIZES, **HEADS, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
 }
 STEPS = {
@@ -84,7 +95,13 @@ def tensors_of(tokens, step):
     last = step.query_start_loc[1:] - 1
     positions = step.positions(len(tokens))
     return StepTensors(
-        tokens, positions, step.slot_mapping, last, step.context_lens, step.query_start_loc, step.block_tables
+        tokens,
+        positions,
+        step.slot_mapping[None],
+        last,
+        step.context_lens,
+        step.query_start_loc,
+        step.block_tables[None],
     )
 
 
@@ -144,8 +161,8 @@ def test_what_a_model_or_a_storage_does_not_have_is_refused_before_anything_is_w
     wrong = {
         "token_ids": (torch.tensor([1, 2, 97, 3]), "index out of range"),
         "positions": (torch.tensor([0, 0, 512, 0]), "out of bounds"),
-        "slot_mapping": (torch.tensor([0, 4, 8, 4 * 300]), "no slot 1200"),
-        "block_tables": (torch.tensor([[0], [300], [2], [3]]), "no block 300"),
+        "slot_mapping": (torch.tensor([[0, 4, 8, 4 * 300]]), "no slot 1200"),
+        "block_tables": (torch.tensor([[[0], [300], [2], [3]]]), "no block 300"),
     }
     for name, (values, message) in wrong.items():
         with pytest.raises(IndexError, match=message):

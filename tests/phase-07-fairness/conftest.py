@@ -17,33 +17,9 @@ from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
 from minicache_course.checks import CheckFailed, is_not_written, that, told
+from minicache_course.exposing import Judge, OutOfSteps
 from minicache_course.incidents.bases import EngineScheduler, ForkingScheduler, PhasedScheduler
 from minicache_course.seeds import fresh
-
-MAX_STEPS = 5000
-"""More than any exposing test needs. One that loops while `has_unfinished` never returns from a broken scheduler."""
-
-
-class OutOfSteps(Exception):  # noqa: N818
-    """A scheduler was asked for more than MAX_STEPS steps."""
-
-
-def bounded(kind, **usual):
-    """`create(**options)` for schedulers of `kind`, which stop after MAX_STEPS steps. `usual` are default options."""
-
-    class Bounded(kind):
-        def schedule(self):
-            self.__dict__["steps_taken"] = self.__dict__.get("steps_taken", 0) + 1
-            if self.__dict__["steps_taken"] > MAX_STEPS:
-                raise OutOfSteps(f"{MAX_STEPS} steps")
-            return super().schedule()
-
-    Bounded.__name__ = Bounded.__qualname__ = kind.__name__
-
-    def create(**options):
-        return Bounded(**usual | options)
-
-    return create
 
 
 class SweepingScheduler(EngineScheduler):
@@ -128,23 +104,6 @@ RIGHT = {
 """Of each incident, schedulers without its bug, and options that its test must not depend on."""
 
 
-def _run(expose, create):
-    """What an exposing test raised, None if it passed. "Not written yet" goes straight through."""
-    try:
-        expose(create)
-    except Exception as error:
-        if is_not_written(error):
-            raise
-        return error
-    return None
-
-
-def said(error):
-    """An error in a line, and what is missing in it."""
-    bare = isinstance(error, AssertionError) and not str(error)
-    return told(error) + (": your assert has no message" if bare else "")
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
     """Report an error of the waiting queue, or of a head() that returns a request that does not wait, as such."""
@@ -189,46 +148,10 @@ def queue_fault():
     return None
 
 
-class Room:
-    """Judges exposing tests and fixes."""
+class Room(Judge):
+    """Judges exposing tests and fixes, and runs the fixes."""
 
-    def exposes(self, expose, broken, incident=None):
-        """The exposing test fails on the scheduler with the bug and on its variants, with a message."""
-        __tracebackhide__ = True
-        for kind in [broken, *VARIANTS.get(incident, [])]:
-            self.exposes_one(expose, kind)
-
-    def exposes_one(self, expose, broken):
-        """The exposing test fails on this one."""
-        __tracebackhide__ = True
-        called, error = f"expose(create), of {broken.__name__}", _run(expose, bounded(broken))
-        wanted = "an AssertionError whose message says what went wrong"
-        if error is None:
-            what = f"{broken.__name__}: {broken.__doc__.splitlines()[0]}"
-            raise CheckFailed(called, f"it passed on a broken scheduler, {what}", wanted)
-        if isinstance(error, OutOfSteps):
-            got = f"it had not come back after {MAX_STEPS} steps of the broken scheduler"
-            raise CheckFailed(called, got, wanted, "give drive() a max_steps, or count your loop's iterations")
-        if not isinstance(error, AssertionError | MinicacheError):
-            raise CheckFailed(called, f"it went wrong itself: {told(error)}", wanted) from error
-
-    def passes(self, expose, incident):
-        """The exposing test passes on right schedulers that differ in ways it must not depend on."""
-        __tracebackhide__ = True
-        for kind, usual in RIGHT[incident]:
-            options = [f"{key} {value}" for key, value in usual.items()]
-            name = f"{kind.__name__} with {options[0]}" if options else kind.__name__
-            if (error := _run(expose, bounded(kind, **usual))) is not None:
-                got = f"it failed on a right one: {said(error)}"
-                raise CheckFailed(f"expose(create), of {name}", got, "no error") from error
-
-    def fixed(self, expose, fix):
-        """`create` for the learner's fix, once the learner's own test passes on it."""
-        __tracebackhide__ = True
-        if (error := _run(expose, bounded(fix))) is not None:
-            got = f"not looked at: your own test fails on it: {said(error)}"
-            raise CheckFailed(f"expose(create), of {fix.__name__}", got, "no error") from error
-        return bounded(fix)
+    right, variants = RIGHT, VARIANTS
 
     def run(self, scheduler, requests=(), *, auditor=False, arrivals=(), max_steps=2000):
         """Drive a scheduler, watched at every step, until all requests have finished. The tally."""

@@ -38,22 +38,32 @@ def steps():
 
 def test_each_scheduler_serves_vllms_requests(steps):
     """19 of 20 answers, as one request is aborted; workers without an allocator had every token in its place."""
-    runs = {line["scheduler"]: line for line in steps if "scheduler" in line}
-    assert list(runs) == ["static", "continuous", "paged", "fair", "chunked"]
-    for name, line in runs.items():
-        assert (line["right"], line["finished"]) == (19, 19), name
+    runs = [line for line in steps if "scheduler" in line]
+    stages = ["static", "continuous", "paged", "fair", "chunked", "async"]
+    assert [line["scheduler"] for line in runs] == [*stages, "async", "async", None]
+    for line in runs:
+        assert (line["right"], line["finished"]) == (19, 19), line
         assert line["stopped"] > 0
         assert (
             line["preempted"] >= line["resumed"] > 0
-        )  # every stage by reset_prefix_cache, the last three by themselves
-    assert runs["paged"]["preempted"] > runs["continuous"]["preempted"]
+        )  # every stage by reset_prefix_cache, the last ones by themselves
+    preempted = {line["scheduler"]: line["preempted"] for line in runs}
+    assert preempted["paged"] > preempted["continuous"]
+
+
+def test_only_async_scheduling_is_ahead_of_the_tokens(steps):
+    """Most tokens were scheduled before they were known: without prefix cache, with it, and by the default stage."""
+    ahead = [line["ahead"] for line in steps if "scheduler" in line]
+    assert ahead[:6] == [0] * 6
+    assert min(ahead[6:]) > 100
 
 
 def test_what_is_not_scheduled_is_refused_by_name(steps):
-    [refused] = [line for line in steps if "refused" in line]
-    assert refused == {"refused": ["bad", "long"], "all": 5}
-    [error] = [line["error"] for line in steps if "error" in line]
-    assert "max_num_batched_tokens 32 below max_model_len 64" in error
+    refused = [line for line in steps if "refused" in line]
+    assert refused == [{"refused": ["bad", "long"], "all": 5}] * 2
+    small, behind = [line["error"] for line in steps if "error" in line]
+    assert "max_num_batched_tokens 32 below max_model_len 64" in small
+    assert 'async scheduling with this stage: take "async"' in behind
 
 
 @pytest.mark.timeout(300)

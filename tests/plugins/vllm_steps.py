@@ -2,7 +2,8 @@
 
 It runs in vLLM's own environment. The worker keeps tokens where keys and values would be, in blocks, by the rules of
 vLLM's model runner; the next token is a function of what the request's blocks hold. So an answer is right only if each
-token was computed at its place, in blocks that nothing else has written to. Prints a line of JSON for each run.
+token was computed at its place, in blocks that nothing else has written to. With async scheduling, a step's tokens are
+handed over after the next step was scheduled and run. Prints a line of JSON for each run.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import random
 import sys
 import tempfile
+from collections import deque
 from pathlib import Path
 
 os.environ |= {"VLLM_LOGGING_LEVEL": "CRITICAL", "VLLM_USE_V2_MODEL_RUNNER": "0"}
@@ -28,9 +30,11 @@ from vllm.v1.request import Request, RequestStatus
 from minicache.errors import PluginError
 from minicache.plugins.vllm import MinicacheScheduler
 from minicache.scheduler.audit import Auditor
+from minicache.scheduler.audit_async import AsyncAuditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 24, 64
+UNKNOWN = -1  # a token that the worker has sampled and not passed on
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -43,7 +47,7 @@ LLAMA = {
 }
 
 
-def make(name, prefix_caching, budget):
+def make(name, prefix_caching, budget, overlaps=False):
     cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching)
     cache.num_gpu_blocks = NUM_BLOCKS + 1
     with tempfile.TemporaryDirectory() as folder:
@@ -58,13 +62,14 @@ def make(name, prefix_caching, budget):
                 is_encoder_decoder=False,
             ),
             cache_config=cache,
-            additional_config={"minicache": {"scheduler": name}},
+            additional_config={"minicache": {"scheduler": name} if name else {}},
         )
+    config.scheduler_config.async_scheduling = overlaps  # vLLM's platform for CPUs turns it off
     layer = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=1, dtype=torch.float32)
     blocks = KVCacheConfig(NUM_BLOCKS + 1, [], [KVCacheGroupSpec(["layer"], layer)])
 
     class Watched(MinicacheScheduler):
-        observers = (SharingAuditor() if prefix_caching else Auditor(),)
+        observers = (AsyncAuditor() if overlaps else SharingAuditor() if prefix_caching else Auditor(),)
 
     return Watched(config, blocks, None, BLOCK_SIZE, log_stats=True)
 
@@ -83,11 +88,27 @@ def expected(request):
 
 
 class Worker:
-    """What vLLM's model runner keeps between steps, and how changes reach it (`_update_states`)."""
+    """What vLLM's model runner keeps between steps, and how changes reach it (`_update_states`).
 
-    def __init__(self):
+    If it `overlaps`, it knows no token that it has sampled: it computes the last step's from `sampled`, which is on the
+    device.
+    """
+
+    def __init__(self, overlaps=False):
+        self.overlaps = overlaps
         self.memory, self.tables, self.tokens, self.last = {}, {}, {}, set()
-        self.num_resumed = 0
+        self.num_prompt, self.sampled = {}, {}
+        self.num_resumed = self.num_unknown = 0
+
+    def catch_up(self, request_id, tokens, num_outputs):
+        """A request that the last step did not have comes with all its tokens."""
+        num_known, held = self.num_prompt[request_id] + num_outputs, self.tokens[request_id]
+        assert num_known == len(tokens)
+        if self.overlaps:  # one that was given up may be gone, else only values are new
+            assert num_known <= len(held)
+            assert all(old in (new, UNKNOWN) for old, new in zip(held, tokens, strict=False))
+            held[:] = tokens
+        assert held == tokens
 
     def run(self, step):
         for request_id in step.finished_req_ids:
@@ -96,20 +117,21 @@ class Worker:
         for new in step.scheduled_new_reqs:
             assert new.req_id not in self.tables
             self.tables[new.req_id], self.tokens[new.req_id] = list(new.block_ids[0]), list(new.prompt_token_ids)
+            self.num_prompt[new.req_id] = len(new.prompt_token_ids)
             computed[new.req_id] = new.num_computed_tokens
         cached = step.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
-                assert cached.all_token_ids[request_id] == self.tokens[request_id]
                 self.tables[request_id] = list(blocks[0])
                 self.num_resumed += 1
             elif blocks:
                 self.tables[request_id] += blocks[0]
-            if request_id not in self.last:
-                assert cached.all_token_ids[request_id] == self.tokens[request_id]
+            num_outputs = cached.num_output_tokens[index]
+            if request_id not in self.last or request_id in cached.resumed_req_ids:
+                self.catch_up(request_id, cached.all_token_ids[request_id], num_outputs)
+            assert self.num_prompt[request_id] + num_outputs == len(self.tokens[request_id])
             computed[request_id] = cached.num_computed_tokens[index]
-            assert cached.num_output_tokens[index] >= 0
         scheduled = step.num_scheduled_tokens
         assert computed.keys() == scheduled.keys()
         assert sum(scheduled.values()) == step.total_num_scheduled_tokens
@@ -118,31 +140,42 @@ class Worker:
             table, start = self.tables[request_id], computed[request_id]
             assert 0 not in table
             for place in range(start, start + count):
-                self.memory[table[place // BLOCK_SIZE], place % BLOCK_SIZE] = self.tokens[request_id][place]
+                token = self.tokens[request_id][place]
+                if token == UNKNOWN:
+                    assert place == len(self.tokens[request_id]) - 1
+                    token = self.sampled[request_id]
+                    self.num_unknown += 1
+                self.memory[table[place // BLOCK_SIZE], place % BLOCK_SIZE] = token
         sampled = []
         for request_id, count in scheduled.items():
             end = computed[request_id] + count
             table = self.tables[request_id]
             held = [self.memory[table[place // BLOCK_SIZE], place % BLOCK_SIZE] for place in range(end)]
             sampled.append([next_token(held)] if end == len(self.tokens[request_id]) else [])
-            self.tokens[request_id] += sampled[-1]
+            self.tokens[request_id] += [UNKNOWN] * len(sampled[-1]) if self.overlaps else sampled[-1]
         ids = list(scheduled)
+        self.sampled = {request_id: each[0] for request_id, each in zip(ids, sampled, strict=True) if each}
         index = {request_id: place for place, request_id in enumerate(ids)}
         return ModelRunnerOutput(req_ids=ids, req_id_to_index=index, sampled_token_ids=sampled)
 
 
 def serve(scheduler, requests, disturb=None):
     """Serve all; the answers and reasons by id. `disturb(step number)` may do something before a step."""
-    worker, answers, reasons, coming = Worker(), {}, {}, list(requests)
+    overlaps = scheduler.scheduler.overlaps and isinstance(scheduler.observers[0], AsyncAuditor)
+    worker, answers, reasons, coming, flying = Worker(overlaps), {}, {}, list(requests), deque()
     number = num_preempted = 0
-    while coming or scheduler.has_requests() or scheduler.pause_state is not PauseState.UNPAUSED:
+    while coming or flying or scheduler.has_requests() or scheduler.pause_state is not PauseState.UNPAUSED:
         for _ in range(min(2, len(coming))):
             scheduler.add_request(coming.pop(0))
         if disturb:
             disturb(number)
-        step = scheduler.schedule()
-        num_preempted += len(step.preempted_req_ids)
-        for client, outputs in scheduler.update_from_output(step, worker.run(step)).items():
+        if scheduler.has_requests() or not flying:
+            step = scheduler.schedule()
+            num_preempted += len(step.preempted_req_ids)
+            flying.append((step, worker.run(step)))
+            if overlaps and len(flying) < 2:
+                continue
+        for client, outputs in scheduler.update_from_output(*flying.popleft()).items():
             assert client == 0
             assert outputs.scheduler_stats is not None
             for output in outputs.outputs:
@@ -153,7 +186,7 @@ def serve(scheduler, requests, disturb=None):
         assert number < 2000
     assert scheduler.scheduler.pool.num_used == 0
     assert not worker.tables
-    return answers, reasons, num_preempted, worker.num_resumed
+    return answers, reasons, num_preempted, worker
 
 
 def make_requests(seed, count=20):
@@ -171,15 +204,19 @@ def make_requests(seed, count=20):
 
 
 def main():
-    for name, prefix_caching, budget in (
-        ("static", False, 64),
-        ("continuous", False, 64),
-        ("paged", True, 64),
-        ("fair", False, 64),
-        ("chunked", True, 16),
+    for name, prefix_caching, budget, overlaps in (
+        ("static", False, 64, False),
+        ("continuous", False, 64, False),
+        ("paged", True, 64, False),
+        ("fair", False, 64, False),
+        ("chunked", True, 16, False),
+        ("async", True, 16, False),
+        ("async", False, 16, True),
+        ("async", True, 16, True),
+        (None, True, 64, True),
     ):
         requests = make_requests(1)
-        scheduler = make(name, prefix_caching, budget)
+        scheduler = make(name, prefix_caching, budget, overlaps)
         paused_at = 12
 
         def disturb(number, scheduler=scheduler, paused_at=paused_at):
@@ -197,7 +234,7 @@ def main():
             if number == paused_at + 2:
                 scheduler.set_pause_state(PauseState.UNPAUSED)
 
-        answers, reasons, num_preempted, num_resumed = serve(scheduler, requests, disturb)
+        answers, reasons, num_preempted, worker = serve(scheduler, requests, disturb)
         others = [request for request in requests if request.request_id != "3"]
         right = sum(answers[request.request_id] == expected(request) for request in others)
         stopped = sum(reason == "stop" for reason in reasons.values())
@@ -205,28 +242,34 @@ def main():
             json.dumps(
                 {
                     "scheduler": name,
+                    "ahead": worker.num_unknown,
                     "right": right,
                     "finished": len(reasons),
                     "stopped": stopped,
                     "preempted": num_preempted,
-                    "resumed": num_resumed,
+                    "resumed": worker.num_resumed,
                 }
             )
         )
 
-    scheduler = make("chunked", True, 16)
+    for overlaps in (False, True):
+        report_refused(overlaps)
+    for options in (("paged", False, 32), ("chunked", True, 16, True)):
+        try:
+            make(*options)
+        except PluginError as error:
+            print(json.dumps({"error": str(error)}))
+
+
+def report_refused(overlaps):
+    scheduler = make(None, True, 16, overlaps)
     grammar = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex="a+"))
     bad = Request("bad", [5, 6, 7], grammar, None)
     long = Request("long", list(range(3, 3 + MAX_MODEL_LEN)), SamplingParams(max_tokens=1), None)
-    answers, reasons, _, _ = serve(scheduler, [bad, *make_requests(2, 3), long])
+    _, reasons, _, _ = serve(scheduler, [bad, *make_requests(2, 3), long])
     print(
         json.dumps({"refused": sorted(id for id, reason in reasons.items() if reason == "error"), "all": len(reasons)})
     )
-
-    try:
-        make("paged", False, 32)
-    except PluginError as error:
-        print(json.dumps({"error": str(error)}))
 
 
 if __name__ == "__main__":

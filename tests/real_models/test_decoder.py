@@ -18,6 +18,8 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+GEMMA_3 = {"num_hidden_layers": 4, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}
+GEMMA_3["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 MODELS = {
     "llama": ("llama", {}),
     "llama, as many kv heads": ("llama", {"num_key_value_heads": 4}),
@@ -46,6 +48,22 @@ MODELS = {
             "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
         },
     ),
+    "gemma3": ("gemma3", GEMMA_3),
+    "gemma3, other scale, all that is optional": (
+        "gemma3",
+        {
+            **GEMMA_3,
+            "head_dim": 16,
+            "query_pre_attn_scalar": 11,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            },
+        },
+    ),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.12}
 """Of logits whose standard deviation is about 2 and whose largest is about 8: a few units in the last place."""
@@ -66,7 +84,7 @@ def test_logits(saved):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama, llama3", "mistral, window", "qwen2", "qwen3, bias, windows"])
+@pytest.mark.parametrize("name", ["llama, llama3", "mistral, window", "qwen2", "qwen3, bias, windows", "gemma3"])
 def test_logits_in_sixteen_bits(save, name, dtype):
     family, options = MODELS[name]
     saved = save(family, dtype=dtype, **options)
@@ -101,7 +119,7 @@ def test_a_cache_changes_no_logits(saved, make_cache, chunks):
     torch.testing.assert_close(got, saved.logits(TOKEN_IDS), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mistral, window", "qwen3, bias, windows"])
+@pytest.mark.parametrize("name", ["mistral, window", "qwen3, bias, windows", "gemma3"])
 @pytest.mark.parametrize("kind", ["ragged", "selective"])
 def test_a_step_over_many_sequences_has_windows(save, name, kind):
     """Prompts and decodes side by side, some shorter than the window and some longer."""
@@ -154,6 +172,8 @@ def config_of(**options):
         ({"rope_theta": "10000"}, TypeError, "rope_theta"),
         ({"sliding_windows": (4,)}, ValueError, "1 windows for 2 layers"),
         ({"sliding_windows": (4, 0)}, ValueError, "sliding window must be 1"),
+        ({"activation": "relu"}, ValueError, "activation must be"),
+        ({"query_scale": 0.1, "qk_norm": True}, ValueError, "centered_norms"),
     ],
     ids=str,
 )

@@ -118,6 +118,82 @@ def test_what_a_family_has(values, biases, qk_norm):
     assert got.qk_norm == qk_norm
 
 
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+
+
+def test_gemma_3_as_it_was_published():
+    got = decoder_config(GEMMA_3_1B)
+    assert (got.num_heads, got.num_kv_heads, got.head_dim, got.max_seq_len) == (4, 1, 256, 32768)
+    assert (got.rope_theta, got.local_rope_theta, got.rope_scaling) == (1e6, 1e4, None)
+    assert (got.activation, got.query_scale, got.tie_word_embeddings, got.qk_norm) == ("gelu_tanh", 1 / 16, True, True)
+    assert [layer for layer, window in enumerate(got.sliding_windows) if window is None] == [5, 11, 17, 23]
+    assert set(got.sliding_windows) == {None, 512}
+
+
+def test_gemma_3_as_transformers_writes_it():
+    values = GEMMA_3_1B | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 2e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 3e4},
+        },
+        "layer_types": ["sliding_attention", "full_attention"] * 13,
+    }
+    for name in ("rope_theta", "rope_local_base_freq", "rope_scaling", "sliding_window_pattern"):
+        del values[name]
+    got = decoder_config(values)
+    assert (got.rope_theta, got.local_rope_theta, got.rope_scaling) == (2e6, 3e4, LinearScaling(8.0))
+    assert got.sliding_windows == (512, None) * 13
+
+
+def test_what_gemma_3_leaves_out():
+    left_out = ("head_dim", "num_key_value_heads", "max_position_embeddings", "query_pre_attn_scalar", "sliding_window")
+    got = decoder_config({name: value for name, value in GEMMA_3_1B.items() if name not in left_out})
+    assert (got.head_dim, got.num_kv_heads, got.max_seq_len, got.query_scale) == (256, 4, 131072, 1 / 16)
+    assert got.sliding_windows[0] == 4096
+
+
+@pytest.mark.parametrize(
+    ("values", "saying"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, which is not supported; supported: None"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ({"hidden_activation": "gelu"}, "hidden_activation is 'gelu', which is not supported"),
+        ({"sliding_window": None}, "sliding_window is None, which is not supported; supported: a number of tokens"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures is"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_parameters.sliding_attention is",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_parameters.full_attention.rope_type"),
+    ],
+    ids=str,
+)
+def test_what_of_gemma_3_is_not_supported(values, saying):
+    with pytest.raises(UnsupportedModelError, match=re.escape(saying)):
+        decoder_config(GEMMA_3_1B | values)
+
+
 @pytest.mark.parametrize(
     ("values", "windows"),
     [

@@ -123,7 +123,7 @@ def chosen_schedule_of(workload: dict[str, Any], *, reserve_full_prompt: bool, m
     ("schedule", "workload", "mode"),
     [
         *(pytest.param(schedule_of, *case.values, id=case.id) for case in cases("first_come", "unusual")),
-        *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async")),
+        *(pytest.param(overlapping_schedule_of, *case.values, id=case.id) for case in cases("async", "async_short")),
         *(pytest.param(chosen_schedule_of, *case.values, id=case.id) for case in cases("priority", "options")),
     ],
 )
@@ -187,6 +187,14 @@ def test_every_block_of_every_group_is_the_one_that_vllm_takes(workload, mode):
             f"step {step} of {len(expected)}\nexpected {theirs}\n     got {ours}\n"
             f"workload { {name: value for name, value in workload.items() if name != 'steps'} }, {mode}"
         )
+
+
+def test_what_learners_get_is_what_was_recorded() -> None:
+    """Phase 12's tests have a few of the workloads."""
+    few = GOLDEN.parents[1] / "phase-12-production-defaults/recorded_tables.json.gz"
+    all_of_them = json.loads(gzip.decompress((GOLDEN / "hybrid.json.gz").read_bytes()))
+    for workload in json.loads(gzip.decompress(few.read_bytes())):
+        assert workload in all_of_them
 
 
 def test_what_the_rule_saves() -> None:

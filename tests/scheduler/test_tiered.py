@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from zlib import crc32
 
 import pytest
 
+from minicache.errors import InvariantError
 from minicache.request import Request, RequestStatus
 from minicache.scheduler import SCHEDULERS, SchedulerOutput, create_scheduler
+from minicache.scheduler.audit_async import AsyncAuditor
+from minicache.scheduler.audit_priority import PriorityAuditor
+from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.fair import STARVATION_BOUND
+from minicache.scheduler.observe import observe
 from minicache.scheduler.tiered import LoadingQueue, TieredBlockPool, TieredScheduler
 
 BLOCK = 4
@@ -283,6 +288,67 @@ def test_a_queue_passes_over_those_that_load() -> None:
     assert list(queue) == ["a"]
 
 
+# The auditor
+
+
+def audited(output_of: Callable[[SchedulerOutput], object] = lambda output: None) -> tuple[TieredScheduler, FakeTiers]:
+    """A scheduler that an auditor watches, whose steps are changed before the auditor sees them."""
+    scheduler, tiers = make()
+    schedule = scheduler.schedule
+
+    def changed() -> SchedulerOutput:
+        output = schedule()
+        output_of(output)
+        return output
+
+    scheduler.schedule = changed  # type: ignore[method-assign]
+    return cast(TieredScheduler, observe(scheduler, SharingAuditor())), tiers
+
+
+def test_the_auditor_takes_loaded_blocks_for_computed_ones() -> None:
+    scheduler, tiers = audited()
+    serve(scheduler, tiers, Request("a", PROMPT, 5))
+    again, its_tiers = audited()
+    its_tiers.stored = tiers.stored
+    request = Request("b", PROMPT, 5)
+    assert serve(again, its_tiers, request) == [1, 1, 1, 1, 1]
+    assert request.num_cached_tokens == 12
+    serve(again, its_tiers, Request("c", PROMPT, 5))  # which finds them in the prefix cache
+
+
+def test_the_auditor_finds_a_block_that_holds_other_tokens() -> None:
+    scheduler, tiers = audited()
+    serve(scheduler, tiers, Request("a", PROMPT, 5))
+
+    def mix_up(output: SchedulerOutput) -> None:
+        output.blocks_to_load = [(block_id, b"another", each) for block_id, _, each in output.blocks_to_load]
+
+    again, its_tiers = audited(mix_up)
+    its_tiers.stored = tiers.stored
+    with pytest.raises(InvariantError, match=r"found: block \d+ does not hold"):
+        serve(again, its_tiers, Request("b", PROMPT, 5))
+
+
+@pytest.mark.parametrize("wrong", [(0, b"another"), (15, b"never computed")])
+def test_the_auditor_finds_a_block_that_is_stored_wrongly(wrong: tuple[int, bytes]) -> None:
+    def mix_up(output: SchedulerOutput) -> None:
+        output.blocks_to_store = [wrong] if output.blocks_to_store else []
+
+    scheduler, tiers = audited(mix_up)
+    with pytest.raises(InvariantError, match=rf"tiers: block {wrong[0]} is stored"):
+        serve(scheduler, tiers, Request("a", PROMPT, 5))
+
+
+def test_the_auditor_finds_a_request_that_is_forgotten_while_another_loads() -> None:
+    scheduler, _ = audited()
+    scheduler.add_request(Request("loads", PROMPT, 5))
+    run(scheduler, FakeTiers())
+    scheduler.add_request(Request("short", [1], 5))
+    scheduler.scheduler.head = lambda: None  # type: ignore[attr-defined]
+    with pytest.raises(InvariantError, match="work: no progress"):
+        scheduler.schedule()
+
+
 # Everything at once
 
 STAGES = ("paged", "chunked", "async")
@@ -308,7 +374,8 @@ class Machine:
 
     def __init__(self, name: str, seed: int) -> None:
         self.choose = choose = random.Random(f"{name} {seed}")
-        self.scheduler, self.tiers = make(
+        policy = choose.choice(["fair", "priority"]) if name == "chunked" else "fair"
+        scheduler, self.tiers = make(
             name,
             num_blocks=choose.choice([10, 14, 30]),
             max_num_seqs=choose.choice([2, 4, 8]),
@@ -317,8 +384,12 @@ class Machine:
             preemption=choose.choice(["recompute", "swap"]),
             num_host_blocks=6,
             watermark=choose.choice([0.0, 0.1]),
-            **({"policy": choose.choice(["fair", "priority"])} if name == "chunked" else {}),
+            policy=policy,
         )
+        auditor = {"async": AsyncAuditor, "priority": PriorityAuditor}.get(
+            name if name == "async" else policy, SharingAuditor
+        )
+        self.scheduler = cast(TieredScheduler, observe(scheduler, auditor()))
         self.slots: list[Any] = [None] * (self.scheduler.pool.num_blocks * BLOCK)
         self.host: list[Any] = [None] * (6 * BLOCK)
         self.requests: list[Request] = []
@@ -431,7 +502,7 @@ class Machine:
             if request.status is not RequestStatus.FINISHED_ABORTED:
                 assert request.output_token_ids == answer(request)
         assert scheduler.pool.num_used == 0
-        assert not scheduler._loads
+        assert not scheduler.num_loading
         assert all(load.is_done or load.is_given_up for load in self.tiers.loads)
 
 

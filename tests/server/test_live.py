@@ -312,3 +312,19 @@ def test_the_page_has_the_palettes_colours() -> None:
         for name in ("prompt", "generated", "end", "shared", "free"):
             assert colors[name] == PALETTE[name].shade(scheme).lower(), (name, scheme)
         assert colors["lost"] == PALETTE["wasted"].shade(scheme).lower()
+
+
+def test_tables_of_several_groups_are_drawn_without_what_left_the_window(every_step: None) -> None:
+    scheduler, view = watched(create_scheduler("chunked", num_blocks=20, block_size=4, windows=(None, 4)))
+    add(scheduler, "a", num_prompt=10, max_tokens=10)
+    for _ in range(3):
+        view.snapshot()
+        report(scheduler, scheduler.schedule())
+    picture = view.snapshot()
+    (row,) = picture["running"]
+    (request,) = scheduler.running
+    assert row["num_tables"] == 2
+    assert row["blocks"] == request.block_ids + request.group_block_ids[1]
+    assert row["blocks"].count(-1) == 2
+    assert picture["pool"]["lost"] == []
+    assert scheduler.pool.num_used == len(row["blocks"]) - 2

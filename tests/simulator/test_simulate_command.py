@@ -95,6 +95,29 @@ def test_a_prefix_cache_is_used_where_prompts_have_tokens():
     assert "prompt tokens found in a prefix cache 0.0%" not in " ".join(run(*arguments).split())
 
 
+def test_tiers(tmp_path):
+    """Chats on a cache that is too small for them, and with what is below it: on a server, and for a fleet."""
+    arguments = ("--workload", "chats", "--scheduler", "chunked", "--model", "llama-3-8b", "--count", "100")
+    arguments += ("--rate", "8", "--num-blocks", "1500", "--out", str(tmp_path))
+
+    def report(*tiers):
+        text = " ".join(run(*arguments, *tiers).split())
+        return json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["report"], text
+
+    without, text = report("--audit")
+    assert "tokens loaded" not in text
+    found, text = report("--kv-tier", "cpu:1GB", "--kv-tier", "disk:/never/made?max=1TB", "--audit")
+    assert found["tier_hit_tokens"]["disk"] > 0
+    assert "tokens loaded from tiers cpu " in text
+    assert found["num_computed_tokens"] < without["num_computed_tokens"]
+    two = ("--replicas", "2", "--policy", "round_robin")
+    fleet, _ = report(*two)
+    sharing, text = report(*two, "--kv-tier", "cpu:20GB", "--kv-tier", "redis://store")
+    assert sharing["tier_hit_tokens"]["redis"] > 0
+    assert sharing["num_computed_tokens"] < fleet["num_computed_tokens"]
+    assert f"tokens computed {sharing['num_computed_tokens']:,}" in text
+
+
 def test_requests_that_never_fit_are_told_of():
     text = run("--count", "40", "--num-blocks", "20")
     assert "4 requests were refused. The first: request 6 needs 25 blocks" in text
@@ -125,6 +148,11 @@ def test_a_server_that_serves_nobody_is_an_error():
         (("--policy", "round_robin"), "--policy needs --replicas"),
         (("--replicas", "2", "--audit"), "need a single server: leave out"),
         (("--replicas", "2", "--num-blocks", "2"), "too large for a replica"),
+        (("--kv-tier", "cpu:1GB"), "--kv-tier needs prompts with tokens"),
+        (("--kv-tier", "tape:1GB", "--workload", "chats"), "no tier 'tape:1GB'"),
+        (("--kv-tier", "cpu:1KB", "--workload", "chats"), "the tier 'cpu' only 1,000"),
+        (("--kv-tier", "cpu:1GB", "--workload", "chats", "--scheduler", "orca-max"), "has no blocks to keep"),
+        (("--kv-tier", "cpu:1GB", "--workload", "chats", "--scheduler", "static"), "shares no blocks"),
     ],
 )
 def test_bad_input_is_an_error_of_usage(arguments, saying):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from fcntl import LOCK_EX, flock
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minicache.errors import CorruptBlockError
+from minicache.tiers import disk
 from minicache.tiers.contract import Tier, seal, unseal
 from minicache.tiers.cpu import CPUTier
 from minicache.tiers.disk import DiskTier
@@ -198,76 +201,117 @@ def test_files_of_others_stay(tmp_path: Path) -> None:
     assert tier.lookup([key(9)])
 
 
-def test_files_in_the_making_of_a_killed_process_are_removed(tmp_path: Path) -> None:
-    old, new = tmp_path / "dead-0.making", tmp_path / "alive-0.making"
-    old.write_bytes(bytes(10))
-    new.write_bytes(bytes(10))
-    os.utime(old, (1, 1))
+def test_a_file_in_the_making_is_removed_if_no_process_makes_it(tmp_path: Path) -> None:
+    left_over, alive = tmp_path / "dead-0.making", tmp_path / "alive-0.making"
+    left_over.write_bytes(bytes(10))
+    with alive.open("wb") as file:
+        flock(file, LOCK_EX)
+        DiskTier(tmp_path, 1000)
+        assert not left_over.exists()
+        assert alive.exists()
     DiskTier(tmp_path, 1000)
-    assert not old.exists()
-    assert new.exists()
+    assert not alive.exists()
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = DiskTier(tmp_path, 1000)
+def test_a_file_that_another_process_removes_too_early_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, lists = DiskTier(tmp_path, 1000), [True]
 
-    def write_half(path: Path, data: bytes) -> int:
-        with path.open("wb") as file:
-            file.write(data[: len(data) // 2])
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def slow_lock(file: Any, how: int) -> None:
+        if how == LOCK_EX and lists.pop():
+            DiskTier(tmp_path, 1000)
+            lists.append(False)
+        flock(file, how)
 
-    monkeypatch.setattr(Path, "write_bytes", write_half)
-    with pytest.raises(OSError, match="No space left"):
-        tier.store(key(0), bytes(100))
-    monkeypatch.undo()
+    monkeypatch.setattr(disk, "flock", slow_lock)
+    tier.store(key(0), b"0")
+    assert tier.load([key(0)]) == [b"0"]
+    assert [each.name for each in tmp_path.rglob("*") if each.is_file()] == [key(0).hex()]
+
+
+def test_a_disk_that_is_full_in_the_middle_of_a_file_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The system refuses to write more than 50 bytes of the file, as if there were no more space."""
+    tier, before = DiskTier(tmp_path, 1000), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tier.store(key(0), bytes(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert tier.lookup([key(0)]) == 0
     assert [each for each in tmp_path.rglob("*") if each.is_file()] == []
     tier.store(key(0), bytes(100))
     assert tier.lookup([key(0)]) == 1
 
 
-WRITER = """
-import sys
+# Chaos: a process that opens, reads, writes and evicts in several threads is killed at any moment.
+
+BOUND = 1_500_000
+USER = """
+import random, sys, threading
 from hashlib import sha256
 from pathlib import Path
-from minicache.tiers.contract import seal
+from minicache.tiers.contract import seal, unseal
 from minicache.tiers.disk import DiskTier
-tier = DiskTier(Path(sys.argv[1]), 3_000_000)
-print("ready", flush=True)
-number = int(sys.argv[2])
-while True:
-    number += 1
-    key = sha256(str(number).encode()).digest()
-    tier.store(key, seal(key, bytes([number % 256]) * 100_000))
+
+print("opens", flush=True)
+tier = DiskTier(Path(sys.argv[1]), int(sys.argv[2]))
+
+def use(seed):
+    choose = random.Random(seed)
+    while True:
+        keys = [sha256(b"%d" % choose.randrange(200)).digest() for _ in range(4)]
+        for key in keys:
+            tier.store(key, seal(key, key * (1 + 10 * key[0])))
+        for key, record in zip(keys, tier.load(keys)):
+            unseal(key, record)
+        tier.touch(keys)
+        if choose.random() < 0.2:
+            tier.discard(keys[:1])
+
+for number in range(3):
+    threading.Thread(target=use, args=(f"{sys.argv[3]} {number}",), daemon=True).start()
+threading.Event().wait()
 """
 
 
-def kill_writers(folder: Path, times: int, seed: int) -> None:
-    """Kill a process that writes, at random moments, and look at what it left each time."""
-    choose, start = random.Random(seed), 0
-    for _ in range(times):
-        command = [sys.executable, "-c", WRITER, str(folder), str(start)]
+def kill_users(folder: Path, times: int, seed: int) -> tuple[int, int]:
+    """Kill such processes, and look at what each has left.
+
+    Returns:
+        How many files they have left in the making, and how many records were read back.
+    """
+    choose, num_left_over, num_read = random.Random(seed), 0, 0
+    for number in range(times):
+        command = [sys.executable, "-c", USER, str(folder), str(BOUND), f"{seed} {number}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            threading.Event().wait(choose.random() * 0.05)
+            assert process.stdout.readline() == "opens\n"
+            time.sleep(choose.random() * choose.choice([0.01, 0.2]))
+            assert process.poll() is None
             process.send_signal(signal.SIGKILL)
-        start += 10_000
-        DiskTier(folder, 3_000_000)
-        files = list(folder.glob("??/*"))
-        assert sum(each.stat().st_size for each in files) <= 3_000_000
+        num_left_over += len(list(folder.glob("*.making")))
+        tier = DiskTier(folder, BOUND)
+        files = [each for each in folder.rglob("*") if each.is_file()]
+        assert sum(each.stat().st_size for each in files) <= BOUND
         for each in files:
             its_key = bytes.fromhex(each.name)
-            assert len(unseal(its_key, each.read_bytes())) == 100_000
+            assert unseal(its_key, tier.load([its_key])[0]) == its_key * (1 + 10 * its_key[0])
+        num_read += len(files)
+    return num_left_over, num_read
 
 
-def test_a_process_may_be_killed_while_it_writes(tmp_path: Path) -> None:
-    kill_writers(tmp_path, 3, seed=0)
+def test_a_process_may_be_killed_while_it_uses_a_folder(tmp_path: Path) -> None:
+    assert kill_users(tmp_path, 4, seed=0)[1] > 0
 
 
 @pytest.mark.slow
 def test_a_process_may_be_killed_often(tmp_path: Path) -> None:
-    kill_writers(tmp_path, 30, seed=1)
+    num_left_over, num_read = kill_users(tmp_path, 100, seed=1)
+    print(f"{num_left_over} files were left in the making, {num_read} records read back")
+    assert num_left_over > 0
+    assert num_read > 1000
 
 
 # Specifications

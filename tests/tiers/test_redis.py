@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from redis import Redis, RedisError
 
 from minicache.engine import LLM, SamplingParams
+from minicache.tiers import redis
 from minicache.tiers.redis import RedisTier
 from minicache.tiers.specs import open_tier
 
@@ -100,6 +102,20 @@ def test_engines_share_blocks_and_go_on_when_redis_is_gone(server: Server) -> No
         assert answers(llm) == expected
         assert counts(llm).get("hits", 0) == 0
     assert answers(LLM(num_blocks=40, kv_tiers=[server.url])) == expected
+
+
+def test_engines_go_on_when_redis_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis, "SECONDS", 0.2)
+    expected = answers(LLM(num_blocks=40))
+    first = LLM(num_blocks=40, kv_tiers=[server.url])
+    assert answers(first) == expected
+    counts(first)
+    llm = LLM(num_blocks=40, kv_tiers=[server.url])
+    server.process.send_signal(signal.SIGSTOP)
+    assert answers(llm) == expected
+    found = counts(llm)
+    assert "hits" not in found
+    assert found["errors"] > 0
 
 
 def test_a_url_of_nothing_is_refused() -> None:

@@ -11,6 +11,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 from secrets import token_hex

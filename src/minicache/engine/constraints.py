@@ -273,10 +273,12 @@ def _escaped(text: str) -> str:
 def _reason(error: str) -> str:
     """What is wrong, in one line; a keyword by its name."""
     if unimplemented := re.search(r"Unimplemented keys: (\[.*?\])", error):
-        names = ", ".join(map(json.dumps, json.loads(unimplemented[1])))
-        return f"{names} is not supported: leave it out"
+        names = json.loads(unimplemented[1])
+        verb, what = ("is", "it") if len(names) == 1 else ("are", "them")
+        return f"{', '.join(map(json.dumps, names))} {verb} not supported: leave {what} out"
     of_regex = re.search(r"^error: (.+)$", error, re.MULTILINE)
     line = of_regex[1] if of_regex else error.strip().partition("\n")[0]
+    line = re.sub(r"^at \d+\(\d+\): failed to compile JSON schema: ", "", line)  # the place is in its own grammar
     return line.partition(". Enable ")[0]  # an option of llguidance
 
 

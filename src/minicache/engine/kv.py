@@ -8,20 +8,23 @@ any model runs. No phase builds this module.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from minicache.cache.dense import KVCache
-from minicache.cache.packed import PackedStep, StepTensors, step_tensors
+from minicache.cache.packed import Blocks, PackedStep, StepTensors, step_tensors
 from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.cache.quantized import KV_CACHE_DTYPES, QuantizedStorage, quantized_token_nbytes
 from minicache.cache.selective import SelectiveStep
 from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.errors import InvariantError, require_count
-from minicache.memory.blocks import BlockTable, blocks_for
+from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
+from minicache.memory.groups import BlockGroups, GroupedBlockPool
+from minicache.model.groups import LayerGroups, layer_groups
 from minicache.model.minigpt import Cache
 from minicache.request import Request, RequestId
 from minicache.scheduler import Scheduler, SchedulerOutput
@@ -112,13 +115,90 @@ def check_kv_cache_dtype(kv_cache_dtype: object, cache: str) -> None:
         raise ValueError('a dense cache is not quantized: leave out kv_cache_dtype, or take cache="paged"')
 
 
-def kv_token_nbytes(model: Model, kv_cache_dtype: str | None = None) -> int:
-    """Bytes of a token's keys and values in all layers, and of their scales if the cache is quantized."""
+def groups_of(config: ModelConfig, windows: Sequence[int | None] | None) -> LayerGroups:
+    """The groups in which a cache holds a model's layers.
+
+    Args:
+        config: of the model; with `sliding_windows`, a window or None for each layer, if it has any.
+        windows: of a scheduler's groups; None: it has no groups.
+
+    Raises:
+        ValueError: these are not the windows of the model's groups.
+    """
+    if windows is None or tuple(windows) == (None,):
+        return layer_groups((None,) * config.num_layers)
+    groups = layer_groups(getattr(config, "sliding_windows", (None,) * config.num_layers))
+    if groups.windows != tuple(windows):
+        raise ValueError(
+            f"the scheduler's groups have the windows {tuple(windows)}, and the model's layers {groups.windows}: give "
+            "create_scheduler the model's"
+        )
+    return groups
+
+
+def kv_token_nbytes(model: Model, kv_cache_dtype: str | None = None, num_layers: int | None = None) -> int:
+    """Bytes of a token's keys and values in all layers, and of their scales if the cache is quantized.
+
+    Args:
+        model: whose layers.
+        kv_cache_dtype: as `LLM` takes it.
+        num_layers: so many layers instead, those of a group for instance.
+    """
     config = model.config
+    num_layers = config.num_layers if num_layers is None else num_layers
     if kv_cache_dtype is not None:
-        return quantized_token_nbytes(config.num_layers, config.num_kv_heads, config.head_dim)
+        return quantized_token_nbytes(num_layers, config.num_kv_heads, config.head_dim)
     dtype: torch.dtype = next(iter(model.parameters())).dtype
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def blocks_for_one(windows: Sequence[int | None] | None, block_size: int, num_tokens: int, max_step_tokens: int) -> int:
+    """The most blocks that one request holds at a time.
+
+    Args:
+        windows: of the groups of layers; None: there are no groups.
+        block_size: tokens of a block.
+        num_tokens: of the request.
+        max_step_tokens: the most of them in one step.
+
+    Raises:
+        TypeError: a number is not an int.
+        ValueError: a number is below 1.
+    """
+    sizes = {"block_size": block_size, "max_model_len": num_tokens, "max_num_batched_tokens": max_step_tokens}
+    for name, value in sizes.items():
+        require_count(name, value)
+    if windows is None:
+        return blocks_for(num_tokens, block_size)
+    pool = GroupedBlockPool(1, block_size)
+    return BlockGroups(pool, windows, max_step_tokens=max_step_tokens).blocks_to_admit(num_tokens)
+
+
+def request_nbytes(
+    model: Model,
+    block_size: int,
+    num_tokens: int,
+    max_step_tokens: int,
+    kv_cache_dtype: str | None,
+    groups: LayerGroups | None,
+) -> int:
+    """Bytes of the keys and values that one request holds at a time, at most.
+
+    Args:
+        model: what is run.
+        block_size: tokens of a block.
+        num_tokens: of the request.
+        max_step_tokens: the most of them in one step.
+        kv_cache_dtype: what the cache holds, as `LLM` takes it.
+        groups: of layers; None: there are none.
+
+    Raises:
+        TypeError, ValueError: as `blocks_for_one`.
+    """
+    windows, num_layers = (None, None) if groups is None else (groups.windows, groups.num_layers)
+    num_blocks = blocks_for_one(windows, block_size, num_tokens, max_step_tokens)
+    num_slots = num_tokens if groups is None else num_blocks * block_size
+    return num_slots * kv_token_nbytes(model, kv_cache_dtype, num_layers)
 
 
 def default_nbytes(model: Model, kv_cache_dtype: str | None = None) -> int:
@@ -133,19 +213,22 @@ def default_num_blocks(
     max_model_len: int,
     nbytes: int = DEFAULT_NBYTES,
     kv_cache_dtype: str | None = None,
+    groups: LayerGroups | None = None,
+    max_num_batched_tokens: int = sys.maxsize,
 ) -> int:
     """How many blocks an engine's cache has if num_blocks is not given: as many as `nbytes` hold.
 
-    At least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests.
+    At least those of one request of max_model_len tokens, and at most those of max_num_seqs such requests. With groups
+    of layers, a block is of one group.
 
     Raises:
         TypeError: a number is not an int.
         ValueError: a number is below 1; or on a CPU, the machine has not as much memory as one request needs.
     """
-    for name, value in (("block_size", block_size), ("max_num_seqs", max_num_seqs), ("max_model_len", max_model_len)):
-        require_count(name, value)
-    block_nbytes = kv_token_nbytes(model, kv_cache_dtype) * block_size
-    for_one = blocks_for(max_model_len, block_size)
+    require_count("max_num_seqs", max_num_seqs)
+    windows, num_layers = (None, None) if groups is None else (groups.windows, groups.num_layers)
+    for_one = blocks_for_one(windows, block_size, max_model_len, max_num_batched_tokens)
+    block_nbytes = kv_token_nbytes(model, kv_cache_dtype, num_layers) * block_size
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if next(iter(model.parameters())).device.type == "cpu" and for_one * block_nbytes > memory:
         raise ValueError(
@@ -195,7 +278,10 @@ class PagedMemory:
         kv_cache_dtype: "int8" or "fp8_e4m3": a `QuantizedStorage`. None: the weights' dtype.
 
     Attributes:
-        storage: the blocks' memory.
+        groups: the groups of layers. All of them have their keys and values in one storage, whose layers are those of a
+            group (`LayerGroups.places`).
+        blocks: what the requests' block tables are made of.
+        storage: the blocks' memory. With groups that have windows it has one block more than the pool, the null block.
         kv_cache_dtype: as given.
         host_storage: the CPU blocks' memory; None if the scheduler does not swap. The scales of a quantized storage
             have one of their own, which `host_storage.nbytes` counts too.
@@ -203,11 +289,18 @@ class PagedMemory:
     """
 
     def __init__(self, model: Model, scheduler: Scheduler, kv_cache_dtype: str | None = None) -> None:
-        config, weights = model.config, next(iter(model.parameters()))
-        sizes = (config.num_layers, config.num_kv_heads, config.head_dim)
+        config, weights, pool = model.config, next(iter(model.parameters())), scheduler.pool
+        tables = getattr(scheduler, "groups", None)  # an observed scheduler has it too
+        windows = tables.windows if isinstance(tables, BlockGroups) else None
+        self.groups = groups_of(config, windows)
+        self.blocks = Blocks(pool.block_size)
+        if windows is not None:
+            self.blocks = Blocks(pool.block_size, len(self.groups.windows), null_block=pool.num_blocks)
+            pool = BlockPool(pool.num_blocks + 1, pool.block_size)
+        sizes = (self.groups.num_layers, config.num_kv_heads, config.head_dim)
         kind = PagedStorage if kv_cache_dtype is None else QuantizedStorage
         dtype = weights.dtype if kv_cache_dtype is None else KV_CACHE_DTYPES[kv_cache_dtype]
-        self.storage = kind(scheduler.pool, *sizes, dtype=dtype, device=weights.device)
+        self.storage = kind(pool, *sizes, dtype=dtype, device=weights.device)
         host_pool = scheduler.host_pool
         self.kv_cache_dtype = kv_cache_dtype
         self.host_storage = None if host_pool is None else HostStorage(self.storage, host_pool.num_blocks)
@@ -228,7 +321,10 @@ class PagedMemory:
                 copy_blocks(storage, output.blocks_to_copy)
 
     def make_step(self, output: SchedulerOutput) -> Cache:
-        """As `Memory.make_step`: a `RaggedStep` over the requests' blocks, or a `PackedStep` of a quantized storage."""
+        """As `Memory.make_step`: a `RaggedStep` over the requests' blocks.
+
+        Or a `PackedStep`, if the storage is quantized, or there are groups of layers.
+        """
         return self.cache_of(self.begin(output))
 
     def begin(self, output: SchedulerOutput) -> Step:
@@ -237,19 +333,20 @@ class PagedMemory:
         Raises:
             InvariantError: as `Memory.make_step`.
         """
-        step = Step(output, self.storage.pool.block_size)
+        step = Step(output, self.blocks)
         self.num_steps += 1
         return step
 
     def cache_of(self, step: Step) -> Cache:
         """The cache for a step, for any model."""
-        if not isinstance(self.storage, QuantizedStorage):
+        if not isinstance(self.storage, QuantizedStorage) and self.blocks.null_block < 0:
             tables = [RequestTable(self.storage, request) for request in step.requests]
             return RaggedStep(self.storage, cast("list[BlockTable]", tables), step.counts)
         tensors = step.tensors()
         lengths = tensors.context_lens.tolist()
         tensors = StepTensors._make(each.to(self.storage.device) for each in tensors)
-        return PackedStep(self.storage, tensors, num_new_tokens=step.counts, lengths=lengths)
+        places = self.groups.places
+        return PackedStep(self.storage, tensors, num_new_tokens=step.counts, lengths=lengths, places=places)
 
     def forget(self, request_id: RequestId) -> None:
         """Nothing to do: the scheduler has freed the blocks."""
@@ -263,25 +360,25 @@ class Step:
 
     Args:
         output: of `schedule()`, with at least one request.
-        block_size: tokens of a block.
+        blocks: of their block tables.
 
     Attributes:
         requests: in batch order.
         counts: how many tokens each computes.
-        block_size: as given.
+        blocks: as given.
         width: the blocks of the request that has the most.
 
     Raises:
         InvariantError: a request has fewer blocks than its tokens need.
     """
 
-    __slots__ = ("block_size", "counts", "requests", "width")
+    __slots__ = ("blocks", "counts", "requests", "width")
 
-    def __init__(self, output: SchedulerOutput, block_size: int) -> None:
+    def __init__(self, output: SchedulerOutput, blocks: Blocks) -> None:
         self.requests = output.scheduled
         self.counts = list(output.num_scheduled_tokens.values())
-        self.block_size = block_size
-        width = 0
+        self.blocks = blocks
+        width, block_size = 0, blocks.block_size
         for request, count in zip(self.requests, self.counts, strict=True):
             num_blocks = len(request.block_ids)
             if request.num_computed_tokens + count > num_blocks * block_size:
@@ -295,7 +392,7 @@ class Step:
 
     def tensors(self) -> StepTensors:
         """Its integers, on the CPU."""
-        return step_tensors(self.requests, self.counts, self.block_size, self.width)
+        return step_tensors(self.requests, self.counts, self.blocks, self.width)
 
 
 class RequestTable:

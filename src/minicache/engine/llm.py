@@ -24,7 +24,7 @@ from minicache.cache.paged import PagedStorage
 from minicache.engine.answers import Answer, AnswerId, Chunk, Completion, Prompt, new_answers, request_of
 from minicache.engine.constraints import Constraint, Grammars, StepMasks
 from minicache.engine.drafting import SpeculativeConfig, load_speculative, share_of_target, speculate
-from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks
+from minicache.engine.kv import Model, check_kv_cache_dtype, default_num_blocks, request_nbytes
 from minicache.engine.loading import find_model, load_model, load_tokenizer
 from minicache.engine.logprobs import MAX_LOGPROBS, token_logprobs
 from minicache.engine.loop import EngineLoop
@@ -37,8 +37,9 @@ from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.stopping import Tokenizer
 from minicache.engine.tiered import IDLE_SECONDS, TieredMemory, make_tiers
 from minicache.errors import InvariantError, require_count
+from minicache.model.groups import LayerGroups, layer_groups
 from minicache.request import RequestId, RequestStatus
-from minicache.scheduler import Scheduler, SchedulerOutput, create_scheduler
+from minicache.scheduler import GroupedScheduler, Scheduler, SchedulerOutput, create_scheduler
 from minicache.scheduler.observe import Observer, observe
 from minicache.scheduler.restore import restore
 from minicache.scheduler.sharing import SharingScheduler
@@ -132,7 +133,8 @@ class LLM(EngineLoop):
         super().__init__(model, observed, memory)
         longest = model.config.max_seq_len
         self.max_model_len = min(longest, scheduler.max_model_len or longest)
-        self.forks = isinstance(scheduler, SharingScheduler) and given.cache == "paged"
+        can_fork = isinstance(scheduler, SharingScheduler) and not isinstance(scheduler, GroupedScheduler)
+        self.forks = can_fork and given.cache == "paged"
         self.runner = find_runner(model, self.memory, scheduler.max_num_seqs, enforce_eager=eager)
         self.speculation: SpeculativeRunner | None = None
         if config is not None or isinstance(scheduler, SpeculativeScheduler):
@@ -578,20 +580,41 @@ def make_scheduler(
     longest, max_model_len = model.config.max_seq_len, options.max_model_len
     if isinstance(max_model_len, int) and max_model_len > longest:
         raise ValueError(f"max_model_len {max_model_len}: the model takes {longest} tokens at most")
+    groups = groups_to_serve(options, model)
+    windows = None if groups is None else groups.windows
     names = inspect.signature(create_scheduler).parameters.keys() & {each.name for each in fields(options)}
     given = {name: getattr(options, name) for name in names}
     given["max_model_len"] = max_model_len = longest if max_model_len is None else max_model_len
     if options.num_blocks is None:
         held, max_num_seqs = options.kv_cache_dtype, options.max_num_seqs
-        limits = options.max_num_batched_tokens, max_num_seqs, max_model_len
-        nbytes = cache_nbytes(model, *limits, options.gpu_memory_utilization, held)
+        max_num_tokens = options.max_num_batched_tokens
+        limits = max_num_tokens, max_num_seqs, max_model_len
+        needed = request_nbytes(model, options.block_size, max_model_len, max_num_tokens, held, groups)
+        nbytes = cache_nbytes(model, *limits, options.gpu_memory_utilization, needed, held)
         if speculative is not None:
             nbytes = int(nbytes * share_of_target(speculative, model, held))
-        given["num_blocks"] = default_num_blocks(model, options.block_size, max_num_seqs, max_model_len, nbytes, held)
+        given["num_blocks"] = default_num_blocks(
+            model, options.block_size, max_num_seqs, max_model_len, nbytes, held, groups, max_num_tokens
+        )
     num_drafts = 0 if speculative is None else speculative.num_speculative_tokens
     name = "async" if options.async_scheduling and options.scheduler == "chunked" else options.scheduler
     given |= {"num_speculative_tokens": num_drafts, "tiers": tiers, "tier_policy": options.kv_tier_policy}
+    given["windows"] = windows
     return create_scheduler(name, **given)
+
+
+def groups_to_serve(options: EngineOptions, model: Model) -> LayerGroups | None:
+    """The groups of layers for which an engine's scheduler keeps blocks.
+
+    Returns:
+        None: there are no groups, and a running request keeps all its blocks. So it is for a model without sliding
+        windows, and with options for which `minicache.scheduler.grouped` has no rule: the tokens are the same.
+    """
+    served = (options.scheduler, options.cache, options.preemption) == ("chunked", "paged", "recompute")
+    if not served or options.async_scheduling or options.speculative is not None or options.kv_tiers:
+        return None
+    windows = getattr(model.config, "sliding_windows", ())
+    return layer_groups(windows) if any(windows) else None
 
 
 def _add_logprobs(answer: Answer) -> None:

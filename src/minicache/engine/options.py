@@ -84,7 +84,8 @@ class EngineOptions:
         cache: "paged": blocks; "dense": a `KVCache` for each request, which neither swaps nor shares.
         num_blocks: blocks of the cache. None: as many as 64 MiB hold, or 16,384 tokens if that is more; on a GPU as
             gpu_memory_utilization says; but at least for one request of max_model_len tokens and at most for
-            max_num_seqs such.
+            max_num_seqs such. In a model with sliding windows, a block is of one group of layers
+            (`docs/en/reference/groups.md`).
         block_size: tokens of a block. This and the other options up to reserve_full_prompt are passed on to
             `minicache.scheduler.create_scheduler`, which documents them.
         max_model_len: the most tokens of a request, prompt and answer. None: what the model can.
@@ -261,7 +262,11 @@ class EngineOptions:
             "TIER",
             flag="--kv-tier",
             panel=BATCH,
-            simulate=_NO_MODEL,
+            simulate=Face(
+                "no folder is opened, and no server asked",
+                help="Simulate a tier, as for serve: cpu:SIZE, disk:PATH[?max=SIZE] or redis://HOST:PORT. May be "
+                "repeated.",
+            ),
         ),
     )
     kv_tier_policy: TierPolicy = field(
@@ -270,7 +275,6 @@ class EngineOptions:
             "When a block goes to the tiers: write_through (full) or write_back (evicted).",
             "WHEN",
             panel=BATCH,
-            simulate=_NO_MODEL,
         ),
     )
     dtype: DType | None = field(

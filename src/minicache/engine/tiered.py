@@ -96,29 +96,28 @@ class TieredMemory(PagedMemory):
 
     def read(self, block_ids: Sequence[int]) -> list[bytes]:
         """The bytes of each block: keys and values of all layers; of a quantized storage, then the scales."""
-        parts = []
-        for rows in self._rows():
-            ids = torch.tensor(block_ids, device=rows[0].device)
-            parts.append(torch.stack([each[ids] for each in rows], dim=1).flatten(1).cpu())
-        return [each.numpy().tobytes() for each in torch.cat(parts, dim=1)]
+        rows = self._rows()
+        blocks = (torch.cat([each[block_id].flatten() for each in rows]) for block_id in block_ids)
+        return [each.cpu().numpy().tobytes() for each in blocks]
 
     def write(self, block_ids: Sequence[int], contents: Sequence[bytes]) -> None:
         """Put bytes of `read` into blocks, one after the other."""
-        data = torch.frombuffer(bytearray(b"".join(contents)), dtype=torch.uint8).view(len(block_ids), -1)
-        start = 0
-        for rows in self._rows():
-            ids = torch.tensor(block_ids, device=rows[0].device)
-            nbytes = rows[0][0].numel()
-            for each in rows:
-                part = data[:, start : start + nbytes].to(each.device)
-                each[ids] = part.view(len(block_ids), *each.shape[1:])
-                start += nbytes
+        rows = self._rows()
+        for block_id, block in zip(block_ids, contents, strict=True):
+            data = torch.frombuffer(bytearray(block), dtype=torch.uint8).to(rows[0].device)
+            start = 0
+            for target in (each[block_id] for each in rows):
+                target.copy_(data[start : start + target.numel()].view(target.shape))
+                start += target.numel()
 
-    def _rows(self) -> Iterator[list[Tensor]]:
-        """Of each storage, all keys and values as bytes: a tensor of blocks for each layer's keys, and its values."""
-        for storage, _ in self._storages:
-            layers = range(storage.num_layers)
-            yield [each(layer).view(torch.uint8) for layer in layers for each in (storage.k, storage.v)]
+    def _rows(self) -> list[Tensor]:
+        """Keys and values as bytes: a tensor of blocks for each layer's keys, and its values, of each storage."""
+        return [
+            each(layer).view(torch.uint8)
+            for storage, _ in self._storages
+            for layer in range(storage.num_layers)
+            for each in (storage.k, storage.v)
+        ]
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -94,16 +94,14 @@ class BlockGroups:
         self.retention = retention
         self._max_step_tokens = max_step_tokens
         self._max_num_tokens = max_num_tokens
-        # Full attention first: its hit is the longest that the others can have.
-        self._lookup_order = sorted(range(len(windows)), key=lambda group: windows[group] is not None)
 
     # Blocks outside the window go back
 
     def num_outside(self, window: int | None, num_computed_tokens: int) -> int:
         """How many whole blocks at the beginning no later token sees.
 
-        The next token, at position num_computed_tokens, sees itself and the window − 1 tokens before it. Every later
-        one sees less of what is there.
+        The next token is the one at position num_computed_tokens, counted from 0. It sees itself and the window − 1
+        tokens before it, and every later token sees less of what is there.
 
         Args:
             window: of the group; None: its layers see all tokens, so there is no such block.
@@ -116,12 +114,12 @@ class BlockGroups:
     def slide(self, tables: Tables, num_computed_tokens: int) -> None:
         """Free the blocks that no later token of a request sees (`num_outside`), and put NULL_BLOCK in their place.
 
-        Group by group, in one call of `free` each: from the last of these blocks to the first, up to an entry that is
-        NULL_BLOCK already, before which all are. Other requests that have one of the blocks keep it, and a cached
-        block stays cached.
+        Group after group, in one call of `free` each: the last of these blocks first. Other requests that have one of
+        the blocks keep it, and a cached block stays cached. A call takes time in proportion to the blocks that it
+        frees, not to the tables: before a NULL_BLOCK there are only others.
 
         Args:
-            tables: the request's.
+            tables: the request's. The lists in it change, in place: `tables` itself may be a copy.
             num_computed_tokens: of the request, without those of a step that has not been computed.
         """
         for table, window in zip(tables, self.windows, strict=True):
@@ -138,9 +136,9 @@ class BlockGroups:
     def most_blocks(self, window: int | None, num_tokens: int) -> int:
         """The most blocks that a request of `num_tokens` tokens holds at a time in a group.
 
-        All of them without a window. With one, never more than hold the window − 1 tokens before a step and the
-        max_step_tokens of the step (together at most max_num_tokens), and one more, because they need not begin where a
-        block does.
+        Without a window: those of all its tokens. With one: those of so many tokens as a group sees in a step, the
+        window − 1 before it and its max_step_tokens, together at most max_num_tokens; and one more, because they need
+        not begin where a block does. Never more than those of all its tokens.
 
         Args:
             window: of the group.
@@ -189,24 +187,27 @@ class BlockGroups:
     # Prefix hits, intersected
 
     def find(self, hashes: Sequence[BlockHash]) -> tuple[Tables, int]:
-        """The longest prefix that every group has cached: as much of it as a request needs to continue behind it.
+        """The longest prefix behind which a request can continue in every group.
 
-        A hit of one group is no hit if another group cannot continue from there. So the groups in turn, those without
-        a window first, cut the length to their own (`hit_length`), until none cuts it any more. Takes no reference.
+        It can in a group that has cached every block of the prefix that the token behind it sees: all of them without
+        a window, and those that are not outside with one (`num_outside`). Takes no reference.
 
         Args:
             hashes: of the blocks of a request's tokens, from its first on.
 
         Returns:
-            The tables of the prefix, with NULL_BLOCK where the group need not have the block; and the junction: how
-            many blocks the first group that was asked has, if that is more than the prefix, else 0. A request that
-            computes them should leave what the other groups need there (`is_retained`): other requests came so far too.
+            The tables of the prefix, with NULL_BLOCK where that token does not see the block, cached or not; and the
+            junction: how many blocks from the beginning on the first group without a window has (if all have one: how
+            long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
+            computes them should leave what the other groups need there (`is_retained`): others came so far too.
         """
+        # Full attention first: its hit is the longest that the others can have.
+        order = sorted(range(len(self.windows)), key=lambda group: self.windows[group] is not None)
         junction, length, before = None, len(hashes), -1
-        while length != before:
+        while length != before:  # a group that cuts it may leave another nothing to continue from
             before = length
-            for group in self._lookup_order:
-                length = self.hit_length(group, hashes[:length])
+            for group in order:
+                length = self._hit_length(group, hashes[:length])
                 junction = length if junction is None else junction
         tables = []
         for group, window in enumerate(self.windows):
@@ -214,16 +215,11 @@ class BlockGroups:
             tables.append([NULL_BLOCK] * first + self.pool.find(_keys(group, hashes[first:length])))
         return tables, junction if junction is not None and junction > length else 0
 
-    def hit_length(self, group: int, hashes: Sequence[BlockHash]) -> int:
-        """How many of these blocks a group can spare a request: the longest prefix behind which it can continue.
+    def _hit_length(self, group: int, hashes: Sequence[BlockHash]) -> int:
+        """The longest prefix of these blocks behind which a request can continue in one group.
 
-        Without a window: as many as are cached from the first on. With one: up to the end of the last run of
-        `blocks_seen` cached blocks; or, if there is none, of the run of fewer at the beginning, before which there is
-        nothing to see.
-
-        Args:
-            group: its index.
-            hashes: of the blocks of a request's tokens, from its first on.
+        With a window it ends with the last run of `blocks_seen` cached blocks; or, if there is none, with the run of
+        fewer at the beginning, before which there is nothing to see.
         """
         window = self.windows[group]
         if window is None:
@@ -240,11 +236,11 @@ class BlockGroups:
         return blocks_for(window - 1, self.pool.block_size)
 
     def blocks_to_take(self, found: Tables, blocks: Sequence[int]) -> int:
-        """Free blocks that it takes to have so many blocks in each group, `found` included.
+        """Free blocks that it takes to have so many blocks in each group, with the found ones.
 
-        In each group those behind the found ones, whose NULL_BLOCK entries count (so a long hit may leave less than
-        `most_blocks` for a window, as in vLLM); and each found block that is free, because sharing it takes it out of
-        the free list.
+        In each group those that are missing: its number, less the entries of its found table, NULL_BLOCKs too (so
+        after a long hit a window may be charged less than `most_blocks`, as in vLLM), at least 0. And one for each
+        found block that is free, because sharing it takes it out of the free list.
 
         Args:
             found: what `find` has found; empty tables: nothing.
@@ -258,14 +254,16 @@ class BlockGroups:
     def cache(
         self, tables: Tables, hashes: Sequence[BlockHash], first: int, end: int, prefixes: Sequence[int] = ()
     ) -> None:
-        """Cache the blocks first … end − 1 of every table, each under its hash in its group.
+        """Cache the blocks first … end − 1 of every table, of those with a window the retained ones (`is_retained`).
+
+        A block of tokens has one hash and a block in each group. `find` must not take one group's for another's.
 
         Args:
             tables: a request's.
             hashes: of the blocks of its tokens, at least `end`.
             first: 0 … end.
             end: so many blocks are full.
-            prefixes: as for `is_retained`; it says which blocks are cached.
+            prefixes: as for `is_retained`.
         """
         for group, (table, window) in enumerate(zip(tables, self.windows, strict=True)):
             kept = [index for index in range(first, end) if self.is_retained(window, index, prefixes)]
@@ -274,14 +272,14 @@ class BlockGroups:
     def is_retained(self, window: int | None, index: int, prefixes: Sequence[int] = ()) -> bool:
         """Whether a full block is cached.
 
-        All are without a window, and all if `retention` is None. Otherwise those that a request which finds one of
-        certain prefixes sees: the last `blocks_seen` of it. These prefixes are the `prefixes`, and those that end at a
+        All are without a window, and all if `retention` is None. Otherwise those that a request sees which finds one
+        of certain prefixes: the last `blocks_seen` of it. These prefixes are the `prefixes`, and those of every
         multiple of `retention` tokens, unless it is 0.
 
         Args:
             window: of the group.
             index: of the block in the table.
-            prefixes: lengths of prefixes that may be found again, in blocks.
+            prefixes: lengths of prefixes that may be found again, in blocks. 0 is none.
         """
         if window is None or self.retention is None:
             return True

@@ -1,9 +1,10 @@
-"""Models that people use: the transformer of the Llama, Qwen2, Qwen3 and Mistral families.
+"""Models that people use: the transformer of the Llama, Qwen2, Qwen3, Mistral and Gemma 3 families.
 
 It is MiniGPT with what published models add to it: biases, a norm of queries and keys, an output layer of its own,
 rotary positions stretched to longer texts, sliding windows, and sixteen-bit weights, for which norms and angles are
-computed in float32. What a model of a family is made of, its folder says: `minicache.model.folder` reads it. No phase
-builds this module.
+computed in float32. Gemma 3 adds norms behind attention and feed-forward, gains that are stored less 1, GELU, a scaled
+embedding, and other rotary positions in layers with a window. What a model of a family is made of, its folder says:
+`minicache.model.folder` reads it. No phase builds this module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from minicache.cache import attention
 from minicache.model.config import check_shape
-from minicache.model.minigpt import Block, Cache, FeedForward, Transformer, rotary_frequencies, rotate, turns
+from minicache.model.minigpt import Block, Cache, FeedForward, Rotation, Transformer, rotary_frequencies, rotate, turns
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,21 @@ class DecoderConfig:
         mlp_bias: the feed-forward block's three matrices have one.
         qk_norm: queries and keys are normed, head by head, before they are turned (Qwen3).
         tie_word_embeddings: the output layer is the embedding.
+        activation: of the feed-forward block: "silu", or "gelu_tanh", GELU with its tanh approximation.
+        centered_norms: a norm's gain is 1 + its weight, and what is normed is rounded after it.
+        post_norms: what attention and feed-forward give is normed before it is added to the residual stream.
+        scaled_embedding: embeddings are multiplied by √hidden_size.
+        query_scale: what scores are multiplied by, with `qk_norm` and `centered_norms` only; None: 1/√head_dim.
+        local_rope_theta: base of the rotary frequencies in layers with a window, which are not stretched; None: the
+            others' positions.
         sliding_windows: of each layer the most tokens that a token sees, itself included; None: all. Of no layers: none
             has a window.
         end_token_ids: the tokens with which the model ends its text.
 
     Raises:
         TypeError: a size is not an int, or another number is none.
-        ValueError: a number is not positive, num_heads is no multiple of num_kv_heads, head_dim is odd, or there is not
-            one window for each layer.
+        ValueError: a number is not positive, num_heads is no multiple of num_kv_heads, head_dim is odd, there is not
+            one window for each layer, there is no such activation, or no gain for query_scale.
     """
 
     vocab_size: int
@@ -125,11 +133,21 @@ class DecoderConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     tie_word_embeddings: bool = False
+    activation: str = "silu"
+    centered_norms: bool = False
+    post_norms: bool = False
+    scaled_embedding: bool = False
+    query_scale: float | None = None
+    local_rope_theta: float | None = None
     sliding_windows: tuple[int | None, ...] = ()
     end_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_shape(self)
+        if self.activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f'activation must be "silu" or "gelu_tanh"; got {self.activation!r}')
+        if self.query_scale is not None and not (self.qk_norm and self.centered_norms):
+            raise ValueError("query_scale is a part of the queries' gain: it needs qk_norm and centered_norms")
         windows = tuple(self.sliding_windows) or (None,) * self.num_layers
         object.__setattr__(self, "sliding_windows", windows)  # a list's config could not be hashed
         if len(self.sliding_windows) != self.num_layers:
@@ -140,7 +158,7 @@ class DecoderConfig:
 
 
 class Decoder(Transformer):
-    """A decoder-only transformer with the parameter names of `transformers`' Llama, Qwen2, Qwen3 and Mistral.
+    """A decoder-only transformer with the parameter names of `transformers`' Llama, Qwen2, Qwen3, Mistral and Gemma 3.
 
     Theirs begin with "model.", but for `lm_head.weight`; here they do not.
 
@@ -158,36 +176,41 @@ class Decoder(Transformer):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(
-                RMSNorm(config.hidden_size, config.norm_eps),
-                Attention(config, index),
-                RMSNorm(config.hidden_size, config.norm_eps),
-                FeedForward(config.hidden_size, config.intermediate_size, bias=config.mlp_bias),
-            )
-            for index in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.layers = nn.ModuleList(_block(config, index) for index in range(config.num_layers))
+        self.norm = _norm(config, config.hidden_size)
+        self._embedding_scale = config.hidden_size**0.5 if config.scaled_embedding else None
+        self.rotation_kinds = [0] * config.num_layers
         tied = config.tie_word_embeddings
         self.lm_head = None if tied else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         # Half a head's numbers, and no buffer: a buffer would be rounded when the model is converted to 16 bits.
         with torch.device("cpu"):
             frequencies = rotary_frequencies(config.rope_theta, config.head_dim)
             self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
-        self._frequencies_on: dict[torch.device, Tensor] = {}
+            self._frequencies = [self.frequencies]
+            if config.local_rope_theta is not None:
+                self._frequencies.append(rotary_frequencies(config.local_rope_theta, config.head_dim))
+                self.rotation_kinds = [int(window is not None) for window in config.sliding_windows]
+        self._frequencies_on: dict[torch.device, list[Tensor]] = {}
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`.
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """As `Transformer.embed`; scaled, by a factor that is rounded to the weights' dtype as in `transformers`."""
+        hidden = super().embed(token_ids)
+        if self._embedding_scale is not None:
+            hidden = hidden * torch.tensor(self._embedding_scale, dtype=hidden.dtype).item()
+        return hidden
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """As `Transformer.rotations`: of layers without a window, and of those with one if they turn by another base.
 
         There is no table: for 131,072 positions it would be larger than a layer. Rounded to the weights' dtype only
         after cosine and sine, as in `transformers`.
         """
         device = positions.device
         if device not in self._frequencies_on:  # copied once: a copy waits for the device
-            self._frequencies_on[device] = self.frequencies.to(device)
-        cos, sin = turns(positions, self._frequencies_on[device])
+            self._frequencies_on[device] = [each.to(device) for each in self._frequencies]
         dtype = cast(RMSNorm, self.norm).weight.dtype
-        return cos.to(dtype), sin.to(dtype)
+        pairs = [turns(positions, frequencies) for frequencies in self._frequencies_on[device]]
+        return [(cos.to(dtype), sin.to(dtype)) for cos, sin in pairs]
 
 
 class RMSNorm(nn.Module):
@@ -208,6 +231,86 @@ class RMSNorm(nn.Module):
         return self.weight * F.rms_norm(wide, self.weight.shape, eps=self.eps).to(hidden.dtype)
 
 
+class CenteredRMSNorm(RMSNorm):
+    """The norm of Gemma: its gain is 1 + its weight, and is computed and multiplied in float32.
+
+    Args:
+        size: of what is normed.
+        eps: added under the root.
+        factor: the gain is multiplied by it.
+    """
+
+    def __init__(self, size: int, eps: float, factor: float = 1.0) -> None:
+        super().__init__(size, eps)
+        self.factor = factor
+
+    @property
+    def gain(self) -> Tensor:
+        """What is normed is multiplied by, `[size]` float32 (or float64, as the weight)."""
+        weight = self.weight if self.weight.dtype == torch.float64 else self.weight.float()
+        return (1 + weight) * self.factor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[…, size]` → the same shape and dtype."""
+        wide = hidden if hidden.dtype == torch.float64 else hidden.float()
+        return (self.gain * F.rms_norm(wide, self.weight.shape, eps=self.eps)).to(hidden.dtype)
+
+
+def _norm(config: DecoderConfig, size: int, factor: float = 1.0) -> RMSNorm:
+    """A norm as a config asks for it."""
+    if config.centered_norms:
+        return CenteredRMSNorm(size, config.norm_eps, factor)
+    return RMSNorm(size, config.norm_eps)
+
+
+def _block(config: DecoderConfig, index: int) -> nn.Module:
+    """A layer as a config asks for it."""
+    silu = config.activation == "silu"
+    mlp = (FeedForward if silu else GeluFeedForward)(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+    first, second = _norm(config, config.hidden_size), _norm(config, config.hidden_size)
+    if not config.post_norms:
+        return Block(first, Attention(config, index), second, mlp)
+    post_norms = _norm(config, config.hidden_size), _norm(config, config.hidden_size)
+    return PostNormBlock(first, Attention(config, index), second, mlp, *post_norms)
+
+
+class PostNormBlock(nn.Module):
+    """A block whose halves are normed before they are added to the residual stream too, with Gemma's names."""
+
+    def __init__(
+        self,
+        input_layernorm: nn.Module,
+        self_attn: nn.Module,
+        pre_feedforward_layernorm: nn.Module,
+        mlp: nn.Module,
+        post_attention_layernorm: nn.Module,
+        post_feedforward_layernorm: nn.Module,
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = input_layernorm
+        self.self_attn = self_attn
+        self.post_attention_layernorm = post_attention_layernorm
+        self.pre_feedforward_layernorm = pre_feedforward_layernorm
+        self.mlp = mlp
+        self.post_feedforward_layernorm = post_feedforward_layernorm
+
+    def forward(self, hidden: Tensor, rotation: Rotation, cache: Cache | None) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape."""
+        attended = self.self_attn(self.input_layernorm(hidden), rotation, cache)
+        hidden = hidden + self.post_attention_layernorm(attended)
+        added = self.mlp(self.pre_feedforward_layernorm(hidden))
+        return cast(Tensor, hidden + self.post_feedforward_layernorm(added))
+
+
+class GeluFeedForward(FeedForward):
+    """As `FeedForward`, gated by GELU in its tanh approximation (Shazeer 2020; Hendrycks and Gimpel 2016)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` → the same shape."""
+        gate = F.gelu(self.gate_proj(hidden), approximate="tanh")
+        return cast(Tensor, self.down_proj(gate.mul_(self.up_proj(hidden))))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with what a config asks for: biases, normed queries and keys, a sliding window."""
 
@@ -221,10 +324,12 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=bias)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=config.output_bias)
-        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        # The kernels multiply scores by 1 / √d. What another factor differs by goes into the queries' gain.
+        factor = 1.0 if config.query_scale is None else config.query_scale * config.head_dim**0.5
+        self.q_norm = _norm(config, config.head_dim, factor) if config.qk_norm else nn.Identity()
+        self.k_norm = _norm(config, config.head_dim) if config.qk_norm else nn.Identity()
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, cache: Cache | None) -> Tensor:
         """`[B, T, hidden_size]` → the same shape. Keys enter the cache already normed and rotated."""
         shape = (*hidden.shape[:-1], -1, self.head_dim)  # [B, T, heads, d]
         q = rotate(self.q_norm(self.q_proj(hidden).view(shape)), *rotation)

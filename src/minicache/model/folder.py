@@ -37,9 +37,14 @@ class Family:
         qkv_bias: queries, keys and values have a bias; None: as `attention_bias` says, and then the output too.
         mlp_bias: the feed-forward block may have biases, as `mlp_bias` says.
         qk_norm: queries and keys are normed.
-        windows: who has a sliding window: "no" layer; "all"; or "some", those that `layer_types` names or, without it,
-            those from `max_window_layers` on, if `use_sliding_window` says so.
+        windows: who has a sliding window: "no" layer; "all"; "some", those that `layer_types` names or, without it,
+            those from `max_window_layers` on, if `use_sliding_window` says so; or "most", those that `layer_types`
+            names or, without it, all but each `sliding_window_pattern`-th.
         head_dim: of a config that gives none; None: hidden_size / num_attention_heads.
+        num_kv_heads: likewise; None: as many as query heads.
+        max_seq_len: likewise; None: a config says it.
+        is_tied: likewise, whether the output layer is the embedding.
+        is_gemma: the models are built as Gemma 3.
     """
 
     qkv_bias: bool | None = False
@@ -47,13 +52,28 @@ class Family:
     qk_norm: bool = False
     windows: str = "no"
     head_dim: int | None = None
+    num_kv_heads: int | None = None
+    max_seq_len: int | None = None
+    is_tied: bool = False
+    is_gemma: bool = False
 
 
+GEMMA_3: Final = Family(
+    qkv_bias=None,
+    qk_norm=True,
+    windows="most",
+    head_dim=256,
+    num_kv_heads=4,
+    max_seq_len=131_072,
+    is_tied=True,
+    is_gemma=True,
+)
 FAMILIES: Final = {
     "LlamaForCausalLM": Family(qkv_bias=None, mlp_bias=True),
     "MistralForCausalLM": Family(windows="all"),
     "Qwen2ForCausalLM": Family(qkv_bias=True, windows="some"),
     "Qwen3ForCausalLM": Family(qkv_bias=None, qk_norm=True, windows="some", head_dim=128),
+    "Gemma3ForCausalLM": GEMMA_3,
 }
 """The models that are computed, by what a config.json calls their architecture."""
 
@@ -79,7 +99,8 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
     """
     fields = Fields(config, CONFIG)
     family = _family(fields)
-    fields.require("hidden_act", "silu", default="silu")
+    if not family.is_gemma:
+        fields.require("hidden_act", "silu", default="silu")
     if fields.get("quantization_config") is not None:
         method = fields.get("quantization_config")
         method = method.get("quant_method", method) if isinstance(method, Mapping) else method
@@ -94,16 +115,16 @@ def decoder_config(config: Mapping[str, Any], generation: Mapping[str, Any] | No
             intermediate_size=fields.count("intermediate_size"),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=fields.count("num_key_value_heads", num_heads),
+            num_kv_heads=fields.count("num_key_value_heads", family.num_kv_heads or num_heads),
             head_dim=fields.count("head_dim", family.head_dim or max(1, hidden_size // num_heads)),
-            max_seq_len=fields.count("max_position_embeddings", at_most=MAX_POSITIONS),
+            max_seq_len=fields.count("max_position_embeddings", family.max_seq_len, at_most=MAX_POSITIONS),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
-            **_rope(fields),
+            **(_gemma(fields) if family.is_gemma else _rope(fields)),
             attention_bias=all_bias or bool(family.qkv_bias),
             output_bias=all_bias,
             mlp_bias=family.mlp_bias and fields.flag("mlp_bias"),
             qk_norm=family.qk_norm,
-            tie_word_embeddings=fields.flag("tie_word_embeddings"),
+            tie_word_embeddings=fields.flag("tie_word_embeddings", family.is_tied),
             sliding_windows=_windows(fields, family, num_layers),
             end_token_ids=_end_token_ids(config, generation),
         )
@@ -120,20 +141,55 @@ def _family(fields: Fields) -> Family:
     raise fields.unsupported("architectures", architectures, one_of(FAMILIES))
 
 
-def _rope(fields: Fields) -> dict[str, Any]:
+def _gemma(fields: Fields) -> dict[str, Any]:
+    """What is Gemma 3's own, by its names in `DecoderConfig`.
+
+    Layers with a window turn by another base than the others, and are not stretched. Newer configs have a set of
+    `rope_parameters` for each of the two kinds; older ones `rope_local_base_freq`, and the others' by the usual names.
+    """
+    fields.require("hidden_activation", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
+    fields.require("attn_logit_softcapping", None)
+    fields.require("final_logit_softcapping", None)
+    fields.require("use_bidirectional_attention", False, default=False)
+    kinds, local_theta = fields.get("rope_parameters"), fields.number("rope_local_base_freq", 10_000.0)
+    if isinstance(kinds, Mapping) and any(isinstance(values, Mapping) for values in kinds.values()):
+        name = "rope_parameters.sliding_attention"
+        local = _rope_values(fields, name, kinds.get("sliding_attention", {}), local_theta)
+        if "rope_scaling" in local:
+            raise fields.unsupported(name, kinds["sliding_attention"], 'the rope_type "default"')
+        rope = _rope_values(fields, "rope_parameters.full_attention", kinds.get("full_attention", {}), 1_000_000.0)
+        local_theta = local["rope_theta"]
+    else:
+        rope = _rope(fields, 1_000_000.0)
+    return {
+        **rope,
+        "local_rope_theta": local_theta,
+        "activation": "gelu_tanh",
+        "centered_norms": True,
+        "post_norms": True,
+        "scaled_embedding": True,
+        "query_scale": fields.number("query_pre_attn_scalar", 256.0) ** -0.5,
+    }
+
+
+def _rope(fields: Fields, default_theta: float = 10_000.0) -> dict[str, Any]:
     """Base and scaling of the rotary frequencies, by their names in `DecoderConfig`.
 
     Newer configs say it in `rope_parameters`, older ones in `rope_theta` and `rope_scaling`; "type" is how the oldest
     spell "rope_type".
     """
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    values = fields.get(name, {})
+    return _rope_values(fields, name, fields.get(name, {}), default_theta)
+
+
+def _rope_values(fields: Fields, name: str, values: Any, default_theta: float) -> dict[str, Any]:
+    """As `_rope`, of one set of values, which a message calls by this name."""
     if not isinstance(values, Mapping) or any(isinstance(value, Mapping) for value in values.values()):
         raise fields.unsupported(name, values, "one set of values for all layers")
     rope = Fields(values, f"{CONFIG}{name}.")
     fields.require("partial_rotary_factor", 1.0, default=1.0)
     rope.require("partial_rotary_factor", 1.0, default=1.0)
-    theta = rope.number("rope_theta", fields.number("rope_theta", 10_000.0))
+    theta = rope.number("rope_theta", fields.number("rope_theta", default_theta))
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {"rope_theta": theta}
@@ -165,12 +221,17 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
             )
         return (None,) * num_layers
     if fields.has("sliding_window") and fields.get("sliding_window") is None:
+        if family.is_gemma:  # a layer that is called sliding turns by another base, and would see all tokens
+            raise fields.unsupported("sliding_window", None, "a number of tokens")
         return (None,) * num_layers
     window = fields.count("sliding_window", 4096, at_most=MAX_POSITIONS)
     if family.windows == "all":
         return (window,) * num_layers
     if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if family.windows == "most":
+        pattern = fields.count("sliding_window_pattern", 6)
+        return tuple(window if layer % pattern else None for layer in range(1, num_layers + 1))
     first = fields.get("max_window_layers", 28)
     if type(first) is not int or first < 0:
         raise CheckpointError(f"config.json: max_window_layers must be a whole number; it is {first!r}")

@@ -23,20 +23,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from minicache.cache.packed import StepTensors
+from minicache.cache.packed import Places, StepTensors
 from minicache.cache.paged import PagedStorage
 from minicache.cache.quantized import scales_of
-from minicache.kernels import AttentionMetadata
 from minicache.kernels.cpu import rows as kernels
-from minicache.kernels.cpu.steps import CacheArrays, check_slots, plan_step
+from minicache.kernels.cpu.steps import CacheArrays, check_slots, make_plan
 from minicache.kernels.cpu.warming import require_ready
 from minicache.model.assembling import without_memory
-from minicache.model.decoder import Decoder
+from minicache.model.decoder import Decoder, GeluFeedForward, PostNormBlock
 from minicache.model.linear import PackedEmbedding, PackedLinear
 from minicache.model.minigpt import MiniGPT, Transformer
 from minicache.model.panels import Panels
 
 Array = NDArray[np.float32]
+Integers = NDArray[np.int64]
 
 MLP_ROWS = 512
 """How many rows go through a feed-forward block at a time: so what is between its products stays in the CPU's cache."""
@@ -168,43 +168,48 @@ def hidden_at(
     num_new, num_seqs, num_rows = step.token_ids.shape[0], step.context_lens.shape[0], step.last.shape[0]
     config = weights.config
     eps, scale = np.float32(config.norm_eps), config.head_dim**-0.5
-    cos, sin = (_array(table) for table in model.rotation(step.positions))
+    rotations = [(_array(cos), _array(sin)) for cos, sin in model.rotations(step.positions)]
     num_blocks, block_size = caches[0].blocks.k.shape[:2]
+    tables, lens, starts = step.block_tables.numpy(), step.context_lens.numpy(), step.query_start_loc.numpy()
     slots = check_slots(step.slot_mapping, num_blocks * block_size)
-    decode = AttentionMetadata(step.block_tables, step.context_lens)  # of the last token of each sequence
-    prompts = AttentionMetadata(step.block_tables, step.context_lens, step.query_start_loc)
-    plan = plan_step(decode if num_new == num_seqs else prompts, num_blocks, block_size)
-    residual, room = _array(model.embed_tokens(step.token_ids)), _Room(config, num_new)
+    plans = [make_plan(each, lens, None if num_new == num_seqs else starts, num_blocks, block_size) for each in tables]
+    residual, room = _array(model.embed(step.token_ids)), _Room(config, num_new)
     kernels.rms_norm(residual, weights.norms[0], eps, room.y)
     for layer, next_norm, cache in zip(weights.layers, weights.norms[1:], caches, strict=True):
         _product(room.y, layer.qkv, room.qkv)
         queries = room.heads
         if layer.q_norm is not None:
             kernels.norm_heads(queries, layer.q_norm, layer.k_norm, eps, config.num_heads)
-        kernels.rope_store(queries, cos, sin, slots, *cache.slots, config.num_heads)
+        kernels.rope_store(queries, *rotations[layer.rotation], slots[cache.group], *cache.slots, config.num_heads)
+        plan = plans[cache.group]
         if layer is weights.layers[-1] and num_rows < num_new:
             # Beyond keys and values, the last layer is computed for the rows that are read, and for no others.
-            read = decode if num_rows == num_seqs else _read_rows(step)
-            plan, last = plan_step(read, num_blocks, block_size), step.last.numpy()
+            last = step.last.numpy()
+            plan = make_plan(*_read_rows(tables[cache.group], lens, starts, last), None, num_blocks, block_size)
             queries, residual, room = queries[last], residual[last], _Room(config, num_rows)
         plan.attend(queries, cache.blocks, scale, layer.window, room.out_heads)
         _product(room.out, layer.output, room.y)
         if all_reduce is not None:
             all_reduce(torch.from_numpy(room.y))
+        if layer.post_norms is not None:
+            kernels.rms_norm(room.y, layer.post_norms[0], eps, room.y)
         kernels.add_rms_norm(residual, room.y, layer.norm, eps, room.y)
         _feed_forward(layer, room)
         if all_reduce is not None:
             all_reduce(torch.from_numpy(room.y))
+        if layer.post_norms is not None:
+            kernels.rms_norm(room.y, layer.post_norms[1], eps, room.y)
         kernels.add_rms_norm(residual, room.y, next_norm, eps, room.y)
     return torch.from_numpy(room.y)
 
 
-def _read_rows(step: StepTensors) -> AttentionMetadata:
-    """Each token of `step.last` as a sequence of its own, which ends with it."""
-    ends = step.query_start_loc[1:]
-    owner = torch.searchsorted(ends, step.last, right=True)
-    context_lens = step.context_lens[owner] - (ends[owner] - 1 - step.last)
-    return AttentionMetadata(step.block_tables[owner], context_lens)
+def _read_rows(tables: Integers, lens: Integers, starts: Integers, last: Integers) -> tuple[Integers, Integers]:
+    """Each token of `StepTensors.last` as a sequence of its own, which ends with it: their block tables and lengths."""
+    if last.size == lens.size:  # the last token of each sequence
+        return tables, lens
+    ends = starts[1:]
+    owner = np.searchsorted(ends, last, side="right")
+    return tables[owner], lens[owner] - (ends[owner] - 1 - last)
 
 
 class LayerCache(NamedTuple):
@@ -213,27 +218,30 @@ class LayerCache(NamedTuple):
     Attributes:
         blocks: block by block.
         slots: slot by slot.
+        group: whose slots and block tables are the layer's.
     """
 
     blocks: CacheArrays
     slots: CacheArrays
+    group: int
 
 
-def layer_caches(storage: PagedStorage) -> list[LayerCache]:
+def layer_caches(storage: PagedStorage, places: Places | None = None) -> list[LayerCache]:
     """What `logits_at` writes to and reads, layer by layer: the memory of a storage on the CPU, float32 or quantized.
 
     The kernels for it are compiled or loaded, unless they are ready.
+
+    Args:
+        storage: where keys and values are.
+        places: of each layer. None: all are in one group.
     """
     require_ready(storage.dtype)
-    return [
-        LayerCache(
-            *(
-                CacheArrays.of(storage.k(layer), storage.v(layer), **scales_of(storage, layer), by_slot=by_slot)
-                for by_slot in (False, True)
-            )
-        )
-        for layer in range(storage.num_layers)
-    ]
+    caches = []
+    for group, at in places or [(0, layer) for layer in range(storage.num_layers)]:
+        k, v, scales = storage.k(at), storage.v(at), scales_of(storage, at)
+        blocks, slots = (CacheArrays.of(k, v, **scales, by_slot=by_slot) for by_slot in (False, True))
+        caches.append(LayerCache(blocks, slots, group))
+    return caches
 
 
 class _Room:
@@ -292,30 +300,48 @@ class _Joined:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The weights of one block."""
+    """The weights of one block.
+
+    Attributes:
+        qkv, output, gate_up, down: its linear layers.
+        is_gelu: what gates the feed-forward block; else SiLU.
+        norm: the gain of the norm before the feed-forward block.
+        post_norms: of those behind attention and behind the feed-forward block; None: there are none.
+        q_norm, k_norm: of those of queries and keys.
+        window: W; 0: none.
+        rotation: its kind of angles.
+    """
 
     qkv: _Joined
     output: _Joined
     gate_up: _Joined
     down: _Joined
+    is_gelu: bool
     norm: Array
+    post_norms: tuple[Array, Array] | None
     q_norm: Array | None
     k_norm: Array | None
     window: int
+    rotation: int
 
     @classmethod
-    def of(cls, block: Any) -> _Layer:
-        """Join the weights of a `minicache.model.minigpt.Block`."""
+    def of(cls, block: Any, rotation: int) -> _Layer:
+        """Join the weights of a `minicache.model.minigpt.Block`, or a `minicache.model.decoder.PostNormBlock`."""
         q_norm, k_norm = (_gain(getattr(block.self_attn, name, None)) for name in ("q_norm", "k_norm"))
         qkv, output, gate_up, down = (_Joined.of(*layers) for layers in _linear_layers(block))
-        window = getattr(block.self_attn, "window", None)
-        return cls(qkv, output, gate_up, down, _gain(block.post_attention_layernorm), q_norm, k_norm, window or 0)
+        is_gelu = isinstance(block.mlp, GeluFeedForward)
+        norm, post_norms = block.post_attention_layernorm, None
+        if isinstance(block, PostNormBlock):
+            norm = block.pre_feedforward_layernorm
+            post_norms = _gain(block.post_attention_layernorm), _gain(block.post_feedforward_layernorm)
+        window = getattr(block.self_attn, "window", None) or 0
+        return cls(qkv, output, gate_up, down, is_gelu, _gain(norm), post_norms, q_norm, k_norm, window, rotation)
 
 
 def _gain(norm: nn.Module | None) -> Any:
     """The gain of a norm, as kernels take it: an array `[width]`; None if there is no norm."""
-    weight = getattr(norm, "weight", None)
-    return None if weight is None else _array(weight.contiguous())
+    gain = getattr(norm, "gain", getattr(norm, "weight", None))
+    return None if gain is None else _array(gain.contiguous())
 
 
 def _linear_layers(block: Any) -> tuple[tuple[nn.Linear | PackedLinear, ...], ...]:
@@ -358,7 +384,8 @@ class _Weights:
     @classmethod
     def of(cls, model: Any) -> _Weights:
         """Join a model's weights."""
-        layers, head = [_Layer.of(block) for block in model.layers], _output_layer(model)
+        layers = [_Layer.of(*each) for each in zip(model.layers, model.rotation_kinds, strict=True)]
+        head = _output_layer(model)
         norms = [*(block.input_layernorm for block in model.layers), model.norm]
         parameters = list(model.parameters())
         gains = [_gain(norm) for norm in norms]
@@ -411,10 +438,10 @@ def _product(rows: Array, weights: _Joined, out: Array) -> None:
 
 
 def _feed_forward(layer: _Layer, room: _Room) -> None:
-    """SwiGLU of the rows of `room.y`, in place."""
+    """The feed-forward block on the rows of `room.y`, in place."""
     for rows, gate_up, hidden in room.parts:
         _product(rows, layer.gate_up, gate_up)
-        kernels.silu_mul(gate_up, hidden)
+        (kernels.gelu_mul if layer.is_gelu else kernels.silu_mul)(gate_up, hidden)
         _product(hidden, layer.down, rows)
 
 

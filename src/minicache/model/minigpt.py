@@ -7,6 +7,7 @@ is an argument of `forward`, not a second model.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol, cast
 
 import torch
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 
 from minicache.cache import attention
 from minicache.model.config import MiniGPTConfig
+
+Rotation = tuple[Tensor, Tensor]
+"""Cosine and sine of positions' angles, as `rotate` wants them."""
 
 
 class Cache(Protocol):
@@ -57,6 +61,7 @@ class Transformer(nn.Module):
         config: the model's shape.
         embed_tokens: token ids → `[…, hidden_size]`.
         layers: one `Block` after the other.
+        rotation_kinds: of each layer the index of its angles among the `rotations`.
         norm: after the last of them.
         lm_head: the output layer; None if it is the embedding.
     """
@@ -64,6 +69,7 @@ class Transformer(nn.Module):
     config: Shape
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
+    rotation_kinds: Sequence[int]
     norm: nn.Module
     lm_head: nn.Module | None
 
@@ -103,12 +109,11 @@ class Transformer(nn.Module):
         num_new = token_ids.shape[1]
         positions = torch.arange(num_new, device=token_ids.device) if cache is None else cache.positions(num_new)
         self._check_positions(positions)
-        cos, sin = self.rotation(positions)
         # One axis for the heads, after T: [T, 1, d] or [B, T, 1, d], either broadcasts against [B, T, H, d].
-        rotation = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        hidden = self.embed_tokens(token_ids)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, cache)
+        rotations = [(cos.unsqueeze(-2), sin.unsqueeze(-2)) for cos, sin in self.rotations(positions)]
+        hidden = self.embed(token_ids)
+        for layer, kind in zip(self.layers, self.rotation_kinds, strict=True):
+            hidden = layer(hidden, rotations[kind], cache)
         return cast(Tensor, self.norm(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -117,8 +122,15 @@ class Transformer(nn.Module):
             return F.linear(hidden, self.embed_tokens.weight)
         return cast(Tensor, self.lm_head(hidden))
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, as `rotate` wants them."""
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the first layer gets: `[…]` → `[…, hidden_size]`."""
+        return cast(Tensor, self.embed_tokens(token_ids))
+
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, as `rotate` wants them.
+
+        One pair for all layers; or several, where layers turn differently (`rotation_kinds`).
+        """
         raise NotImplementedError
 
     def num_parameters(self) -> int:
@@ -174,6 +186,7 @@ class MiniGPT(Transformer):
             )
             for index in range(config.num_layers)
         )
+        self.rotation_kinds = [0] * config.num_layers
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = None
         cos, sin = rotary_tables(config)
@@ -181,9 +194,9 @@ class MiniGPT(Transformer):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles at `positions` `[…, T]`, each `[…, T, head_dim]`, from a table."""
-        return cast(Tensor, self.cos)[positions], cast(Tensor, self.sin)[positions]
+    def rotations(self, positions: Tensor) -> list[Rotation]:
+        """As `Transformer.rotations`, from a table."""
+        return [(cast(Tensor, self.cos)[positions], cast(Tensor, self.sin)[positions])]
 
 
 class Block(nn.Module):
@@ -198,7 +211,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = post_attention_layernorm
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, cache: Cache | None) -> Tensor:
         """`[B, T, hidden_size]` → the same shape."""
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, cache)
         return cast(Tensor, hidden + self.mlp(self.post_attention_layernorm(hidden)))
@@ -216,7 +229,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, config.num_kv_heads * config.head_dim, bias=False)
         self.o_proj = nn.Linear(config.num_heads * config.head_dim, config.hidden_size, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: Cache | None) -> Tensor:
+    def forward(self, hidden: Tensor, rotation: Rotation, cache: Cache | None) -> Tensor:
         """`[B, T, hidden_size]` → the same shape. Keys enter the cache already rotated."""
         q, k, v = (self._heads(project(hidden)) for project in (self.q_proj, self.k_proj, self.v_proj))
         # Rotated as [B, T, heads, d], where a token's numbers lie side by side, and only then seen as [B, heads, T, d].

@@ -102,7 +102,8 @@ class Server:
         """Make the storages of a new engine."""
         config, weights = self._rank.model.config, next(self._rank.model.parameters())
         pool = BlockPool(begin.num_blocks, begin.block_size)
-        sizes = (config.num_layers, config.num_kv_heads, config.head_dim)
+        num_layers = config.num_layers if begin.places is None else 1 + max(at for _, at in begin.places)
+        sizes = (num_layers, config.num_kv_heads, config.head_dim)
         if begin.kv_cache_dtype is None:
             storage = PagedStorage(pool, *sizes, dtype=weights.dtype, device=weights.device)
         else:
@@ -111,7 +112,7 @@ class Server:
         storages = [storage, storage.scales] if isinstance(storage, QuantizedStorage) else [storage]
         count = begin.num_host_blocks
         self._storages = [(each, HostStorage(each, count) if count else None) for each in storages]
-        self._rank.begin(storage)
+        self._rank.begin(storage, begin.places)
 
     def move(self, move: Move) -> None:
         """Move blocks, in the order of `minicache.engine.kv.PagedMemory.move_blocks`."""

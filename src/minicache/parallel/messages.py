@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from minicache.cache.packed import StepSize
+from minicache.cache.packed import Places, StepSize
 from minicache.cache.swap import Pairs
 from minicache.parallel.sharding import Config
 
@@ -52,12 +52,14 @@ class Begin(NamedTuple):
         block_size: tokens of a block.
         num_host_blocks: of the CPU swap space; 0: none.
         kv_cache_dtype: "int8" or "fp8_e4m3"; None: the weights' dtype.
+        places: of the model's layers in the storage; None: as many are in it, all in one group.
     """
 
     num_blocks: int
     block_size: int
     num_host_blocks: int
     kv_cache_dtype: str | None
+    places: Places | None = None
 
 
 class Move(NamedTuple):

@@ -18,7 +18,7 @@ from typing import Any, Final, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from minicache.cache.packed import StepSize
+from minicache.cache.packed import Places, StepSize
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import Pairs
 from minicache.errors import InvariantError, RankDiedError, RankFailedError, require_count
@@ -135,22 +135,23 @@ class ParallelModel:
             "your own must ask it, as the reference does, or take tensor_parallel_size=1"
         )
 
-    def begin(self, storage: PagedStorage, num_host_blocks: int, kv_cache_dtype: str | None) -> None:
+    def begin(self, storage: PagedStorage, num_host_blocks: int, kv_cache_dtype: str | None, places: Places) -> None:
         """Make all ranks allocate their storages for a new engine.
 
         Args:
             storage: rank 0's.
             num_host_blocks: of the CPU swap space; 0: none.
             kv_cache_dtype: of the storage, if it is quantized.
+            places: of the model's layers in it.
 
         Raises:
             RankFailedError: a rank has not enough memory.
             RankDiedError: a rank has exited.
         """
         self._require_alive()
-        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks, kv_cache_dtype))
+        self._send(Begin(storage.pool.num_blocks, storage.pool.block_size, num_host_blocks, kv_cache_dtype, places))
         self._wait_for_ready()
-        self._rank.begin(storage)
+        self._rank.begin(storage, places)
 
     def move(self, storage: PagedStorage, swapped_out: Sequence[Pairs], swapped_in: Pairs, copied: Pairs) -> None:
         """Make the other ranks move blocks before the next step; the caller moves rank 0's.

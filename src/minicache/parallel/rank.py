@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minicache.cache.packed import PackedStep, StepSize
+from minicache.cache.packed import PackedStep, Places, StepSize
 from minicache.cache.paged import PagedStorage
 from minicache.model.decoder import Decoder
 from minicache.model.minigpt import MiniGPT
@@ -32,13 +32,13 @@ class Rank:
                 if name.endswith((".o_proj", ".down_proj")):
                     module.register_forward_hook(self._sum)
 
-    def begin(self, storage: PagedStorage) -> None:
-        """Use this storage in the following steps."""
-        self.storage = storage
+    def begin(self, storage: PagedStorage, places: Places | None) -> None:
+        """Use this storage, in which the layers have these places, in the following steps."""
+        self.storage, self._places = storage, places
         if self.is_fused:
             from minicache.model.fused import layer_caches  # imports numba
 
-            self._caches = layer_caches(storage)
+            self._caches = layer_caches(storage, places)
 
     def expect(self, size: StepSize) -> None:
         """Announce the all-reduces of the next step, which has this size."""
@@ -70,7 +70,7 @@ class Rank:
             host = size.views(numbers)
             counts, lengths = host.query_start_loc.diff().tolist(), host.context_lens.tolist()
             step = size.views(numbers.to(self.storage.device, non_blocking=True))
-            cache = PackedStep(self.storage, step, num_new_tokens=counts, lengths=lengths)
+            cache = PackedStep(self.storage, step, num_new_tokens=counts, lengths=lengths, places=self._places)
             self._is_running = True
             try:
                 return self.model.hidden_states(step.token_ids[None], cache)[0, step.last]

@@ -3,19 +3,22 @@
     LLM(model, scheduler_cls="minicache.plugins.vllm.MinicacheScheduler", async_scheduling=False,
         additional_config={"minicache": {"scheduler": "fair"}})
 
+With `async_scheduling=True`, vLLM schedules a step while its workers compute the one before, and passes on the tokens
+of that one afterwards: this requires a stage that overlaps, "async".
+
 vLLM requires more of a scheduler than `transformers` does: it allocates blocks (vLLM's workers have the memory and no
 allocator), sends the workers only what has changed since the last step, and makes the clients' outputs. This module
 does that; our scheduler decides which requests compute how many tokens in which blocks.
 
-`"minicache"` holds `create_scheduler`'s "scheduler" (by default "chunked") and the options of the stage: "watermark",
-"reserve_full_prompt". Sizes, prefix caching and long_prefill_token_threshold are vLLM's own options. Written for vLLM
-0.32, whose interface of schedulers is not stable.
+`"minicache"` holds `create_scheduler`'s "scheduler" (by default "async" or "chunked", as vLLM is configured) and the
+options of the stage: "watermark", "reserve_full_prompt". Sizes, prefix caching and long_prefill_token_threshold are
+vLLM's own options. Written for vLLM 0.32, whose interface of schedulers is not stable.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -73,7 +76,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
     ) -> None:
         given = dict((vllm_config.additional_config or {}).get("minicache", {}))
         limits = vllm_config.scheduler_config
-        name = given.pop("scheduler", "chunked")
+        name = given.pop("scheduler", "async" if limits.async_scheduling else "chunked")
         if has_option(name, "long_prefill_threshold") and limits.long_prefill_token_threshold:
             given.setdefault("long_prefill_threshold", limits.long_prefill_token_threshold)
         scheduler = create_scheduler(
@@ -89,7 +92,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         _check(vllm_config, kv_cache_config, scheduler, include_finished_set)
         self.scheduler = observe(scheduler, *self.observers)
         self.log_stats = log_stats
-        self._output: SchedulerOutput | None = None  # the step that vLLM computes
+        self._steps: deque[SchedulerOutput | None] = deque()  # outstanding, the oldest first; None: nothing to commit
         self._requests: dict[str, tuple[Any, Request]] = {}  # vLLM's record and ours, of each unfinished request
         self._num_sent: dict[str, int] = {}  # blocks of each request that the workers know; 0: they must forget
         self._last_batch: set[str] = set()
@@ -127,8 +130,9 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """Schedule the next step. The result has the changes for the workers since the last one."""
-        output = SchedulerOutput() if self._pause_state is PauseState.PAUSED_ALL else self.scheduler.schedule()
-        self._output = None if self._pause_state is PauseState.PAUSED_ALL else output
+        paused = self._pause_state is PauseState.PAUSED_ALL
+        output = SchedulerOutput() if paused else self.scheduler.schedule()
+        self._steps.append(None if paused else output)
         for request_id in map(str, output.preempted):
             self._forget_blocks(request_id)
         new, cached = [], CachedRequestData.make_empty()
@@ -147,7 +151,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
                 fresh = blocks[num_sent:]
                 cached.req_ids.append(request_id)
                 cached.num_computed_tokens.append(ours.num_computed_tokens)
-                cached.num_output_tokens.append(len(ours.output_token_ids))
+                cached.num_output_tokens.append(len(ours.output_token_ids) + ours.num_placeholders)
                 cached.new_block_ids.append((fresh,) if fresh else None)
                 if request_id not in self._last_batch:
                     cached.all_token_ids[request_id] = ours.token_ids(0, ours.num_tokens)
@@ -171,17 +175,19 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         )
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, Any]:
-        """Commit the step, and make its outputs: index of a client → its outputs."""
+        """Commit the oldest outstanding step, and make its outputs: index of a client → its outputs."""
         outputs: dict[int, list[Any]] = defaultdict(list)
         for request in self._refused:
             request.status = RequestStatus.FINISHED_ERROR
             outputs[request.client_index].append(self._make_output(request, []))
         self._refused.clear()
-        if self._output is not None:
+        if (output := self._steps.popleft()) is not None:
             sampled = dict(zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids or (), strict=False))
-            tokens = {i: int(token_ids[0]) for i, token_ids in sampled.items() if token_ids and i in self._requests}
-            self.scheduler.update_from_output(self._output, tokens)
-            for request_id in [*tokens, *map(str, self._output.finished)]:
+            # One that has finished since gets nothing, and neither does a new one that has its id.
+            present = {str(each.request_id) for each in output.scheduled if not each.status.is_finished}
+            tokens = {i: int(token_ids[0]) for i, token_ids in sampled.items() if token_ids and i in present}
+            self.scheduler.update_from_output(output, tokens)
+            for request_id in [*tokens, *(i for i in map(str, output.finished) if i in self._requests)]:
                 request, ours = self._requests[request_id]
                 new_tokens = [tokens[request_id]] if request_id in tokens else []
                 request.append_output_token_ids(new_tokens)
@@ -195,7 +201,6 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
                     logprobs = None
                 made = self._make_output(request, new_tokens, logprobs)
                 outputs[request.client_index].append(made)
-            self._output = None
         made_for = {client: EngineCoreOutputs(outputs=each) for client, each in outputs.items()}
         if (stats := self.make_stats()) is not None:
             first = next(iter(made_for.values()), None) or made_for.setdefault(0, EngineCoreOutputs())
@@ -264,6 +269,7 @@ class MinicacheScheduler(SchedulerInterface):  # type: ignore[misc]  # vLLM is n
         for ours in self.scheduler.running:
             self._forget_blocks(str(ours.request_id))
         self.scheduler.recover()
+        self._steps = deque([None] * len(self._steps))  # given up: their tokens are computed again
         return True
 
     def reset_encoder_cache(self) -> None:
@@ -326,7 +332,8 @@ def _check(vllm_config: Any, kv_cache_config: Any, scheduler: Any, include_finis
     limits = vllm_config.scheduler_config
     num_batched, max_model_len = limits.max_num_batched_tokens, vllm_config.model_config.max_model_len
     refused = {
-        "async scheduling, ahead of the tokens: give --no-async-scheduling": limits.async_scheduling,
+        'async scheduling with this stage: take "async", or give --no-async-scheduling': limits.async_scheduling
+        and not scheduler.overlaps,
         "speculative decoding": vllm_config.speculative_config is not None,
         "KV transfer between engines": vllm_config.kv_transfer_config is not None,
         "pipeline parallelism": vllm_config.parallel_config.pipeline_parallel_size > 1,

@@ -163,7 +163,7 @@ def create_scheduler(
     if tiers is not None:
         options["prefix_caching"] = True
         if windows is not None:
-            raise ValueError("tiers: they have blocks of one group of layers; leave out windows")
+            raise ValueError("tiers: they have blocks of one group of layers; leave out windows, or the tiers")
     used = set()
     for option, (unused, otherwise) in _UNUSED.items():
         if unused is not None and type(options[option]) is not type(unused):

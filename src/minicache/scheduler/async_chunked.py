@@ -43,6 +43,8 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
     Attributes:
         outstanding: the oldest step that was not committed; None if there is none.
         ahead: the step that was scheduled while that one was outstanding; else None.
+        awaited: once the outstanding step is counted (`count`), the requests that it generates a token for, in batch
+            order. They stay here if they are preempted, or finished from outside.
     """
 
     overlaps = True
@@ -50,17 +52,19 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
     def __init__(self, **options: Unpack[ChunkedOptions]) -> None:
         super().__init__(**options)
         self.ahead: SchedulerOutput | None = None
-        self._awaited: list[Request] = []  # of the outstanding step, if it is counted: those that get a token
+        self.awaited: list[Request] = []
         self._capacity = self.pool.num_blocks * self.pool.block_size  # tokens of the whole pool
         self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # tokens of a finished request
 
     # Ahead of the tokens
 
     def schedule(self) -> SchedulerOutput:
-        """As `Scheduler.schedule`; but a step that is outstanding is counted (`count`) and stays outstanding.
+        """As `VllmOptionsScheduler.schedule`; but an outstanding step is counted (`count`), and stays outstanding.
+
+        It is not given up: that a step has failed is not known here. Then `recover` is called.
 
         Returns:
-            The step's work. It is `ahead` if another step is outstanding.
+            The step's work. If another step is outstanding, it is the one `ahead`; else it is outstanding itself.
 
         Raises:
             ValueError: two steps are outstanding. Nothing has changed: commit the older one, or call `recover`.
@@ -80,19 +84,19 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
 
         For each request of the step that is still RUNNING, num_computed_tokens grows by the number that the step
         scheduled. If no token is left to compute, the step generates one: num_placeholders is 1, and the request is
-        noted in `_awaited`, in batch order.
+        noted in `awaited`, in batch order.
 
         Args:
             output: the outstanding step; no other is.
         """
-        self._awaited = []
+        self.awaited = []
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             if request.status is not RequestStatus.RUNNING:  # finished from outside
                 continue
             request.num_computed_tokens += num_new
             if request.num_computed_tokens == request.num_prompt_tokens + len(request.output_token_ids):
                 request.num_placeholders = 1
-                self._awaited.append(request)
+                self.awaited.append(request)
 
     def num_uncomputed(self, request: Request) -> int:
         """Tokens that a request of the batch has left to compute, its placeholder included.
@@ -123,15 +127,25 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
             self.token_budget -= num_new
 
     def schedule_running(self, output: SchedulerOutput) -> None:
-        """As `VllmOptionsScheduler.schedule_running`; but blocks are cached at once, as far as tokens are known.
+        """As `VllmOptionsScheduler.schedule_running`; but blocks are cached at once (`cache_known`), and none is noted.
 
-        No placeholder is hashed. A block that the step fills with one is cached when its value is known: by the next
-        `schedule()`, which looks one token further back for that, or by `update_from_output`.
+        A note says that all tokens of a block are known. With a placeholder in it, that is not so.
         """
         super().schedule_running(output)
-        self._filled.clear()  # noted as if all tokens were known
-        if not self.prefix_caching:
-            return
+        self._filled.clear()
+        if self.prefix_caching:
+            self.cache_known(output)
+
+    def cache_known(self, output: SchedulerOutput) -> None:
+        """Cache the blocks whose tokens are all known by now, and computed when the step has run (`cache_blocks`).
+
+        For each request of the step these are its full blocks before the end of its chunk, and before its placeholder,
+        which is not hashed. So a block that a step fills with a placeholder is cached by the next call. The time does
+        not depend on how many tokens a request has: a block is not cached again in every step.
+
+        Args:
+            output: the step, with the requests of the batch.
+        """
         for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
             num_known = request.num_prompt_tokens + len(request.output_token_ids)
             stop = min(request.num_computed_tokens + num_new, num_known)
@@ -141,11 +155,16 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
     # One step late
 
     def update_from_output(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> list[Request]:
-        """Commit the oldest outstanding step, as `Scheduler.update_from_output`; it is counted once (`count`).
+        """Commit the oldest outstanding step; the step `ahead`, if there is one, is then the outstanding one.
 
-        Each unfinished request that the step generates a token for gets it (`append_token`), and may finish. That
-        includes waiting ones: theirs are stale tokens. Blocks that the step has filled are cached first
-        (`cache_computed`), while requests that finish have them.
+        A step is counted once (`count`): by the `schedule()` that ran ahead of it, or here, if none did.
+
+        Each request that the step generates a token for (`awaited`), and that has not finished since, gets it
+        (`append_token`). A request that has been preempted since gets its stale token too, and no counter of it
+        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released
+        (`release`), and their ids are free again. The others keep their order.
+
+        Blocks that the step has filled are cached (`cache_computed`), those of requests that finish now included.
 
         Args:
             output: the oldest outstanding step.
@@ -157,7 +176,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
             them.
 
         Raises:
-            ValueError, TypeError: as `Scheduler.update_from_output`. Nothing has changed.
+            ValueError, TypeError: as `check_commit`. Nothing has changed.
         """
         self.check_commit(output, token_ids)
         if self.ahead is None:
@@ -165,17 +184,16 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         self.cache_computed()
         finished = [
             request
-            for request in self._awaited
+            for request in self.awaited
             if not request.status.is_finished and self.append_token(request, token_ids[request.request_id])
         ]
-        self.outstanding, self.ahead, self._awaited = self.ahead, None, []
+        self.outstanding, self.ahead, self.awaited = self.ahead, None, []
         if finished:
             self.running = [request for request in self.running if not request.status.is_finished]
             for request in finished:
                 if self.waiting.get(request.request_id) is request:
                     self.waiting.remove(request)
-                self.release(request)
-                del self._requests[request.request_id]
+                self._forget(request)
         return finished
 
     def check_commit(self, output: SchedulerOutput, token_ids: Mapping[RequestId, int]) -> None:
@@ -193,7 +211,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         if token_ids.keys() != scheduled.keys():
             if strangers := token_ids.keys() - scheduled.keys():
                 raise ValueError(f"tokens for requests that this step did not have: {sorted(map(repr, strangers))}")
-            awaited = self._awaited
+            awaited = self.awaited
             if self.ahead is None:  # the step is not counted yet
                 pairs = zip(output.scheduled, scheduled.values(), strict=True)
                 awaited = [each for each, num_new in pairs if each.num_computed_tokens + num_new == each.num_tokens]
@@ -214,7 +232,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         Returns:
             Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of
             `Scheduler.update_from_output`; or as FINISHED_CAPACITY, if the whole pool cannot hold its tokens and the
-            step `ahead` has passed it over for that.
+            step `ahead` has passed it over for that. It is then still in the batch or the queue, with all that it has.
         """
         request.num_placeholders = 0
         request.output_token_ids.append(token)
@@ -227,11 +245,12 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         return request.status.is_finished
 
     def cache_computed(self) -> None:
-        """Cache the blocks that the outstanding step has filled with tokens which `schedule_running` did not know.
+        """Cache the blocks that the outstanding step has filled with tokens which `cache_known` did not know.
 
-        A request that was preempted since has no blocks, and nothing of it is cached.
+        The step is counted, and its requests still have their blocks. One that was preempted since has none, and
+        nothing of it is cached.
         """
-        for request in self._awaited if self.prefix_caching else ():
+        for request in self.awaited if self.prefix_caching else ():
             num_computed = request.num_computed_tokens
             if request.status is RequestStatus.RUNNING and num_computed % self.pool.block_size == 0:
                 self.cache_blocks(request, num_computed - 1, num_computed)
@@ -246,7 +265,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
 
     def recover(self) -> None:
         """As `VllmOptionsScheduler.recover`; both steps are given up, and tokens on their way are lost."""
-        self.ahead, self._awaited = None, []
+        self.ahead, self.awaited = None, []
         super().recover()
 
     def check(self) -> None:
@@ -256,7 +275,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
             InvariantError: the books do not agree.
         """
         super().check()
-        awaited = set(map(id, self._awaited)) if self.ahead is not None else set()
+        awaited = set(map(id, self.awaited)) if self.ahead is not None else set()
         for request in self._requests.values():
             expected = request.status is RequestStatus.RUNNING and id(request) in awaited
             if request.num_placeholders != expected:

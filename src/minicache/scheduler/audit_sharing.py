@@ -1,7 +1,9 @@
 """The auditor for schedulers that share blocks: which request may read a block, and which may write into it.
 
-It adds two rules to those of phase 6's `Auditor`, and supports forks. It trusts no hash: it keeps a separate record of
-every block's contents, token by token, and compares. Given, not built. Pure standard library.
+It adds three rules to those of phase 6's `Auditor`, and supports forks. It trusts no hash that a scheduler has noted:
+it keeps a separate record of every block's contents, token by token, and compares. Of a block that came from a tier,
+the hash is all there is to know: the auditor hashes the reader's tokens itself. Given, not built. Pure standard
+library.
 """
 
 from __future__ import annotations
@@ -13,22 +15,26 @@ from itertools import pairwise
 from typing import Any
 
 from minicache.memory.groups import NULL_BLOCK
+from minicache.memory.prefix import BlockHash, block_hash, root_hash
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.audit import Auditor, Note
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.tiered import LoadingQueue
 
 Contents = tuple[int, str | None, str | None, tuple[int, ...]]
 """The contents of a full block: of which group of layers, salt, adapter, and all tokens up to the block's last."""
 
 
 class SharingAuditor(Auditor):
-    """`Auditor`, for a scheduler with a prefix cache or forks.
+    """`Auditor`, for a scheduler with a prefix cache, tiers below it, or forks.
 
     | rule | after | holds |
     |---|---|---|
     | found | `schedule` | found tokens lie in blocks that hold exactly these tokens; at least one token is computed |
     | writes | `schedule` | no request writes into a block that another one has; copies go where they are needed |
+    | tiers | `schedule` | a block that is stored has been computed, and holds the tokens that its hash stands for |
+    | work | `schedule` | as before; but nothing is to do if all unfinished requests wait for their load |
 
     One block may be written and read in the same step, by two requests: a request that joins the batch in that step may
     find what the step computes. If that step fails, the recovery drops the record of all blocks.
@@ -36,13 +42,14 @@ class SharingAuditor(Auditor):
     The time that it takes grows with the tokens of unfinished requests.
 
     Attributes:
-        contents: block → its contents, for full blocks that were computed while the auditor watched.
+        contents: block → its contents, for full blocks that were computed while the auditor watched; or the hash of
+            its contents, for blocks that were loaded from a tier.
         fresh: ids of the requests that joined the batch in the last step.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.contents: dict[int, Contents] = {}
+        self.contents: dict[int, Contents | BlockHash] = {}
         self.fresh: set[RequestId] = set()
 
     def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
@@ -70,6 +77,7 @@ class SharingAuditor(Auditor):
         """Audit the step: first what was found and copied, then all else, then what it writes."""
         before = {request.request_id for request in self.batch}
         if self.step >= 0 or self.notes:
+            self.check_tiers(scheduler, output)
             self.check_found(scheduler)
             self.check_copies(scheduler, output)
         super().on_schedule(scheduler, output)
@@ -118,6 +126,32 @@ class SharingAuditor(Auditor):
             if scheduler.first_come and ahead.arrival_index > request.arrival_index:
                 self.fail("order", f"{ahead!r} is ahead of {request!r}, which arrived before it")
 
+    def check_work(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Rule "work"; requests that wait for their load are no work. If there are no others, the step may be empty.
+
+        Raises:
+            InvariantError: a part of it does not hold.
+        """
+        waiting = scheduler.waiting
+        is_loading = isinstance(waiting, LoadingQueue) and len(waiting) == waiting.num_loading > 0
+        if output.scheduled or scheduler.running or not is_loading:
+            super().check_work(scheduler, output)
+
+    def check_tiers(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Rule "tiers": what is stored are the contents of its hash. What is loaded counts as computed from now on.
+
+        A block is stored before the step writes, so its contents are those of the step before.
+
+        Raises:
+            InvariantError: a stored block was not computed, or has other contents.
+        """
+        for block_id, its_hash in output.blocks_to_store:
+            held = self.contents.get(block_id)
+            if held is None or _hash_of(held, scheduler.pool.block_size) != its_hash:
+                self.fail("tiers", f"block {block_id} is stored under a hash that is not of what it holds: {held!r}")
+        for block_id, its_hash, _ in output.blocks_to_load:
+            self.contents[block_id] = its_hash
+
     def check_found(self, scheduler: Scheduler) -> None:
         """Rule "found": the found tokens of an admitted request lie in its blocks, and are not all of its tokens.
 
@@ -136,8 +170,9 @@ class SharingAuditor(Auditor):
                 self.fail("found", f"{request!r} has {num_found} tokens found: whole blocks, and one left to compute")
             for group, place, block_id in _blocks(request, 0, num_found // block_size):
                 got, wanted = self.contents.get(block_id), contents_of(request, group, (place + 1) * block_size)
-                if got != wanted and not self._is_filled_now(scheduler, request, group, place):
-                    self.fail("found", f"block {block_id} does not hold what {request!r} reads in it: {got}")
+                is_right = got == (_hash_of(wanted, block_size) if isinstance(got, BlockHash) else wanted)
+                if not is_right and not self._is_filled_now(scheduler, request, group, place):
+                    self.fail("found", f"block {block_id} does not hold what {request!r} reads in it: {got!r}")
             self.notes[request.request_id] = replace(note, num_computed_tokens=num_found)
 
     def check_copies(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
@@ -216,3 +251,14 @@ def _blocks(request: Request, first: int = 0, end: int | None = None) -> list[tu
 def contents_of(request: Request, group: int, end: int) -> Contents:
     """The contents of a request's block of a group whose last token is the request's token `end` − 1."""
     return group, request.cache_salt, request.adapter, tuple(request.token_ids(0, end))
+
+
+def _hash_of(contents: Contents | BlockHash, block_size: int) -> BlockHash:
+    """The hash under which a block with these contents is cached."""
+    if isinstance(contents, BlockHash):
+        return contents
+    _, salt, adapter, tokens = contents
+    found = root_hash(salt, adapter)
+    for start in range(0, len(tokens), block_size):
+        found = block_hash(found, tokens[start : start + block_size])
+    return found

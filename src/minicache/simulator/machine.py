@@ -21,11 +21,13 @@ class Machine:
         name: for people.
         cost: how long a step takes.
         num_blocks: blocks of its cache.
+        token_nbytes: bytes of a token in it.
     """
 
     name: str
     cost: StepCost
     num_blocks: int
+    token_nbytes: int
 
 
 def published_machine(
@@ -53,15 +55,16 @@ def published_machine(
     transformer = _spec(model, specs.Transformer)
     device = _spec(accelerator, specs.Accelerator)
     require_count("block_size", block_size)
+    token_nbytes = kv_token_bytes(transformer, kv_cache_dtype=kv_cache_dtype)
     if num_blocks is None:
         tokens = cache_capacity_tokens(
             int(device.memory_bytes * MEMORY_SHARE),
             weight_bytes(transformer.num_parameters),
-            kv_token_bytes(transformer, kv_cache_dtype=kv_cache_dtype),
+            token_nbytes,
         )
         num_blocks = tokens // block_size
     name = f"{model} on {device.name}" + (f", {kv_cache_dtype} KV cache" if kv_cache_dtype else "")
-    return Machine(name, RooflineCost(transformer, device, kv_cache_dtype=kv_cache_dtype), num_blocks)
+    return Machine(name, RooflineCost(transformer, device, kv_cache_dtype=kv_cache_dtype), num_blocks, token_nbytes)
 
 
 Spec = TypeVar("Spec")

@@ -144,6 +144,9 @@ class Report:
         num_outgrown: that finished early, for the whole memory was too small for one of them (FINISHED_CAPACITY).
         num_prompt_tokens: of the requests that were not refused.
         num_output_tokens: that were generated.
+        num_computed_tokens: of prompts and outputs, that the model ran on: again after a preemption, and not if a
+            prefix cache or a tier had them.
+        tier_hit_tokens: that were loaded from a tier, by its name; {} without tiers.
         makespan: when the last request finished.
         ttft: time to first token, from the arrival.
         tpot: time per output token after the first, by request.
@@ -157,6 +160,8 @@ class Report:
     num_outgrown: int
     num_prompt_tokens: int
     num_output_tokens: int
+    num_computed_tokens: int
+    tier_hit_tokens: dict[str, int]
     makespan: float
     ttft: Summary
     tpot: Summary

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from minicache.errors import InvariantError, RequestTooLargeError
 from minicache.request import Request, RequestId
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.tiered import TieredScheduler
 from minicache.simulator.costs import StepCost, StepLoad
 from minicache.simulator.report import RequestTimes, Series, ServingReport, Summary
 from minicache.simulator.stretch import blocks_taken, most_quiet_steps, num_cached_tokens, settle
+from minicache.simulator.tiers import SimulatedTiers
 from minicache.simulator.workload import Arrival
 from minicache.trace import TraceStep
 
@@ -92,12 +94,13 @@ class ServingSimulation(Simulation):
     """One run of one workload on one scheduler. Call `run()` once; or `step()` until it is False, then `report()`.
 
     A step begins as soon as the one before is over and there is anything to do; every request that has arrived by then
-    is in the waiting queue. It takes the seconds of `cost`, and what it swaps is copied before the model runs. While
-    there is no request, the clock jumps to the next arrival. A request is made when it arrives and dropped when it has
-    finished, so memory depends on how many are in the server at once, and very little on how many there are.
+    is in the waiting queue. It takes the seconds of `cost`, and what it swaps, loads or stores is copied before the
+    model runs. While there is no request, or all wait for their load, the clock jumps to what comes next. A request
+    is made when it arrives and dropped when it has finished, so memory depends on how many are in the server at once,
+    and very little on how many there are.
 
     Args:
-        scheduler: a new one, of any stage.
+        scheduler: a new one, of any stage. If it has tiers, they are `minicache.simulator.tiers.SimulatedTiers`.
         cost: how long a step takes.
         arrivals: in the order of their times; read one at a time. An `Arrival` becomes a request that generates exactly
             `num_output_tokens`, its `max_tokens`. A `Request` is taken as it is, its `arrival_time` included.
@@ -129,6 +132,8 @@ class ServingSimulation(Simulation):
         self._unfinished: dict[RequestId, Request] = {}
         self._first_token: dict[RequestId, float] = {}  # when it was generated, of unfinished requests
         self._in_prefill = False  # a request of the batch is still without a first token
+        self._tiers: SimulatedTiers | None = getattr(scheduler, "tiers", None)
+        self._resumes_at = 0.0  # when a load ends for which all requests wait
         self._skip_quiet = skip_quiet
         self._look_again = 0  # the number of steps before which there is no stretch worth skipping
         self._is_quiet = False  # the next step may be quiet: no request can be admitted in it
@@ -168,8 +173,11 @@ class ServingSimulation(Simulation):
         Raises:
             InvariantError, ValueError: as `run`.
         """
-        if not self._unfinished and self._next is not None and self._next.arrival_time > self.now:
-            self.now = self._next.arrival_time
+        arrives_at = float("inf") if self._next is None else self._next.arrival_time
+        if self._unfinished:
+            self.now = max(self.now, min(arrives_at, self._resumes_at))
+        elif self._next is not None:
+            self.now = max(self.now, arrives_at)
         if self._receive():
             self._is_quiet = False
         if not self._unfinished:
@@ -180,10 +188,17 @@ class ServingSimulation(Simulation):
 
     def _serve(self) -> None:
         """Serve one step of what is queued."""
-        scheduler = self.scheduler
+        scheduler, tiers = self.scheduler, self._tiers
+        if tiers is not None:
+            tiers.now = self.now
         num_waiting = scheduler.num_waiting
         output = scheduler.schedule()
-        if not output.scheduled and not output.finished:
+        self._resumes_at = 0.0
+        if output.scheduled or output.finished:
+            pass
+        elif tiers is not None and (next_end := tiers.next_end()) is not None:
+            self._resumes_at = next_end
+        else:
             raise InvariantError(
                 f"nothing was scheduled at {self.now:.3f} s, with {scheduler.num_running} requests in the batch and "
                 f"{scheduler.num_waiting} waiting: they would never finish"
@@ -193,6 +208,8 @@ class ServingSimulation(Simulation):
             self._num_cached = -1
         newcomers: list[Request] = []
         seconds = self._swap_seconds(output) if output.preempted or output.swapped_in else 0.0
+        if tiers is not None:
+            seconds += self._tier_seconds(output, tiers)
         if output.scheduled:
             seconds += self._cost.step_seconds(self._load(output, newcomers))
         self._account(seconds, len(output.scheduled), scheduler.pool.num_used)
@@ -210,6 +227,9 @@ class ServingSimulation(Simulation):
             self._is_quiet = False
         for request_id in output.finished:
             self._finish(self._unfinished[request_id], outgrown=True)
+        if tiers is not None and not scheduler.has_unfinished:
+            tiers.now = self.now
+            tiers.store([each for _, each in cast(TieredScheduler, scheduler).take_filled()])
 
     def report(self) -> ServingReport:
         """The results so far."""
@@ -217,6 +237,8 @@ class ServingSimulation(Simulation):
         return ServingReport(
             num_requests=self.num_done + len(self._unfinished),
             refusal=self._refusal,
+            num_computed_tokens=self._num_computed,
+            tier_hit_tokens=self.tier_hit_tokens(),
             num_recomputed_tokens=self._num_computed - self._num_computed_once,
             num_preemptions=self._num_preemptions,
             num_swapped_blocks=self._num_swapped_blocks,
@@ -230,6 +252,13 @@ class ServingSimulation(Simulation):
             series=self._series,
             **self._account_of_requests(),
         )
+
+    def tier_hit_tokens(self) -> dict[str, int]:
+        """Tokens that were loaded from each kind of tier so far, by its name; {} without tiers."""
+        tiers, block_size = self._tiers, self.scheduler.pool.block_size
+        if tiers is None:
+            return {}
+        return {each.name: tiers.num_hits[each.name] * block_size for each in tiers.tiers}
 
     def _skip(self) -> bool:
         """Serve the quiet steps to come, until a request arrives; whether there were enough to be worth it."""
@@ -266,6 +295,8 @@ class ServingSimulation(Simulation):
 
     def _add(self, request: Request) -> bool:
         """Queue a request; False if it is refused, as too large."""
+        if self._tiers is not None:
+            self._tiers.now = self.now  # its load begins
         try:
             self.scheduler.add_request(request)
         except RequestTooLargeError as error:
@@ -309,6 +340,12 @@ class ServingSimulation(Simulation):
         self._num_preemptions += len(output.preempted)
         num_blocks = sum(map(len, output.swapped_out.values())) + sum(map(len, output.swapped_in.values()))
         self._num_swapped_blocks += num_blocks
+        return self._cost.swap_seconds(num_blocks * self.scheduler.pool.block_size) if num_blocks else 0.0
+
+    def _tier_seconds(self, output: SchedulerOutput, tiers: SimulatedTiers) -> float:
+        """Store what is to be stored. How long it takes to copy that to the host, and what was loaded from there."""
+        tiers.store([each for _, each in output.blocks_to_store])
+        num_blocks = len(output.blocks_to_store) + len(output.blocks_to_load)
         return self._cost.swap_seconds(num_blocks * self.scheduler.pool.block_size) if num_blocks else 0.0
 
     def _account(self, seconds: float, batch_size: int, num_blocks: int) -> None:

@@ -2,9 +2,10 @@
 
 | module | owns | built in |
 |---|---|---|
+| `expressions` | a regular expression read from its text; letters as sequences of bytes | |
 | `regex` | `Automaton`: a regular expression as an automaton over bytes | phase 12 |
 | `token_masks` | `TokenTrie`, `TokenMasks`: the tokens that each of its states allows | phase 12 |
-| `sentences` | `SentenceMasks`: the same for a context-free language, MiniGPT's | phase 12 |
+| `sentences` | `SentenceMasks`: the same for a context-free language, MiniGPT's | |
 
 The engine has llguidance for all of it (`minicache.engine.constraints`). Pure standard library.
 """

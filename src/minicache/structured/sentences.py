@@ -1,7 +1,8 @@
 """Which tokens keep a text in MiniGPT's language: masks from the state of a parser.
 
-Phase 12 builds it. No automaton with finitely many states knows a context-free language; a parser knows at every word
-what it would have taken there. Here a token is a word, so what the parser expects next is the mask.
+Brackets within brackets are more than finitely many states can count: a context-free language needs a parser, which
+knows at every word what it would have taken there. Here a token is a word, so what the parser expects next is the mask.
+No phase builds this module.
 """
 
 from __future__ import annotations

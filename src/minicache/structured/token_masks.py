@@ -55,37 +55,40 @@ class TokenMasks:
 
     Args:
         automaton: what an answer is held to.
-        trie: of the vocabulary. Several automata can share one.
-        end_token_ids: the tokens that end an answer: allowed where the automaton accepts.
+        trie: of the vocabulary. Several automata can share one: it is not changed.
+        end_token_ids: the tokens that end an answer: allowed where the automaton accepts, and nowhere else. They are
+            no text, whatever their bytes.
     """
 
     def __init__(self, automaton: Automaton, trie: TokenTrie, end_token_ids: Iterable[int]) -> None:
         self.automaton = automaton
         self.trie = trie
-        self._end_token_ids = tuple(end_token_ids)
+        self._end_token_ids = frozenset(end_token_ids)
         self._found: dict[int, tuple[int, ...]] = {}
 
     def allowed(self, state: int) -> tuple[int, ...]:
-        """The tokens that may come next, in ascending order. A second call for a state looks nothing up.
+        """The tokens that may come next, in ascending order, each once. A second call for a state looks nothing up.
 
         Args:
             state: of the automaton.
 
         Returns:
-            Those that `find` finds, and the end tokens if the automaton accepts. Empty if no token of the vocabulary
-            can follow: the answer cannot be completed.
+            Those that `find` finds, without the end tokens; and all end tokens if the automaton accepts. Empty if no
+            token of the vocabulary can follow: the answer cannot be completed.
         """
         if state not in self._found:
-            ends = self._end_token_ids if self.automaton.is_accepting(state) else ()
-            self._found[state] = tuple(sorted((*self.find(state), *ends)))
+            ends = self._end_token_ids if self.automaton.is_accepting(state) else frozenset()
+            self._found[state] = tuple(sorted({*self.find(state)} - self._end_token_ids | ends))
         return self._found[state]
 
     def find(self, state: int) -> list[int]:
         """The tokens whose bytes the automaton can read from a state on, in any order.
 
-        Trie and automaton are walked together. At each pair of a node and a state, the fewer are gone through: the
-        node's children, or the bytes that the state lets come. A token that ends inside a letter is allowed if the
-        letter can be completed.
+        A token that ends inside a letter is one of them if the letter can be completed.
+
+        It asks the automaton once for each node of the trie whose bytes can be read, and never looks at the nodes
+        behind the others. A node with few children costs little even if many bytes may come, and so does a node with
+        many children if few bytes may.
 
         Args:
             state: of the automaton.
@@ -95,9 +98,10 @@ class TokenMasks:
         while pairs:
             node, state = pairs.pop()
             found += self.trie.token_ids[node]
-            children, following = self.trie.children[node], self.automaton.next_states(state)
-            fewer, more = (children, following) if len(children) <= len(following) else (following, children)
-            pairs += [(children[byte], following[byte]) for byte in fewer if byte in more]
+            if children := self.trie.children[node]:
+                following = self.automaton.next_states(state)
+                fewer, more = (children, following) if len(children) <= len(following) else (following, children)
+                pairs += [(children[byte], following[byte]) for byte in fewer if byte in more]
         return found
 
     def advance(self, state: int, token_id: int) -> int:
@@ -110,10 +114,11 @@ class TokenMasks:
         Raises:
             ValueError: the token is not allowed.
         """
-        if token_id in self._end_token_ids and self.automaton.is_accepting(state):
-            return state
-        text = self.trie.tokens[token_id]
-        following = self.automaton.read(state, text) if text else None
+        text, following = self.trie.tokens[token_id], None
+        if token_id in self._end_token_ids:
+            following = state if self.automaton.is_accepting(state) else None
+        elif text:
+            following = self.automaton.read(state, text)
         if following is None:
             raise ValueError(f"token {token_id}, {text!r}, is not allowed here")
         return following

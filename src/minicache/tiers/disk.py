@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from fcntl import LOCK_EX, LOCK_NB, flock
+from io import BufferedWriter
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
@@ -20,9 +22,6 @@ from minicache.tiers.contract import Key
 
 _SPARED: Final = 0.05
 """When the folder is full, this part of its bound is freed at once: listing it for each block would be slow."""
-
-_STALE_SECONDS: Final = 60.0
-"""A file that has been in the making for so long is of a process that was killed."""
 
 _SUFFIX: Final = ".making"
 
@@ -76,8 +75,9 @@ class DiskTier:
         # a block, some 20 µs, against the milliseconds that computing one takes.
         #
         # A record is the file `ab/abcd…`, named by its key in hexadecimal. The time of its last use is its modification
-        # time. It appears under its name only when it is complete (`os.replace`). What a power failure does to a file
-        # that was not flushed, its checksum shows (`minicache.tiers.contract`).
+        # time. It appears under its name only when it is complete (`os.replace`). A process holds a lock on the file
+        # that it is making, and the system releases that when it dies: the next listing removes an unlocked one. What a
+        # power failure does to a file that was not flushed, its checksum shows (`minicache.tiers.contract`).
         require_count("max_nbytes", max_nbytes)
         self.folder = folder
         self._max_nbytes = max_nbytes
@@ -112,15 +112,19 @@ class DiskTier:
         path = self._path(key)
         if len(record) > self._max_nbytes or path.exists():
             return
-        making = self.folder / f"{self._process}-{next(self._names)}{_SUFFIX}"
+        making: Path | None = None
         try:
             self._make_room(len(record))
             path.parent.mkdir(exist_ok=True)
-            making.write_bytes(record)
-            os.utime(making, ns=(self._now(),) * 2)
-            making.replace(path)
+            making, file = self._begin()
+            with file:
+                file.write(record)
+                file.flush()
+                os.utime(making, ns=(self._now(),) * 2)
+                making.replace(path)  # while it is locked
         except BaseException:
-            making.unlink(missing_ok=True)
+            if making is not None:
+                making.unlink(missing_ok=True)
             raise
         finally:
             with self._lock:
@@ -168,21 +172,36 @@ class DiskTier:
             self._room = min(self._max_nbytes - held, spared)
 
     def _stored(self) -> Iterator[_Stored]:
-        """The records that are here, in no order. Files that were left in the making are removed (`_STALE_SECONDS`)."""
+        """The records that are here, in no order. Files that were left in the making are removed."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if len(entry.name) == 2 and entry.is_dir():
                     yield from _records(Path(entry.path))
                 elif entry.name.endswith(_SUFFIX):
-                    with suppress(FileNotFoundError):
-                        if time.time() - entry.stat().st_mtime > _STALE_SECONDS:
-                            Path(entry.path).unlink()
+                    _remove_left_over(Path(entry.path))
+
+    def _begin(self) -> tuple[Path, BufferedWriter]:
+        """A new file for a record, locked."""
+        while True:
+            making = self.folder / f"{self._process}-{next(self._names)}{_SUFFIX}"
+            file = making.open("xb")
+            flock(file, LOCK_EX)
+            if os.fstat(file.fileno()).st_nlink:
+                return making, file
+            file.close()  # another process has listed it before it was locked, and removed it
 
     def _now(self) -> int:
         """The time in nanoseconds, later than at every earlier call."""
         with self._lock:
             self._last_ns = max(time.time_ns(), self._last_ns + 1)
             return self._last_ns
+
+
+def _remove_left_over(making: Path) -> None:
+    """Remove a file in the making, unless a process has it locked, or it is not ours to remove."""
+    with suppress(OSError), making.open("r+b") as file:
+        flock(file, LOCK_EX | LOCK_NB)
+        making.unlink()
 
 
 def _records(folder: Path) -> Iterator[_Stored]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, NamedTuple
 
 from minicache.tiers.contract import Tier
 
@@ -14,8 +14,22 @@ DISK_NBYTES: Final = 4 * 10**9
 _UNITS: Final = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def open_tier(spec: str) -> Tier:
-    """The tier that a specification names.
+class TierSpec(NamedTuple):
+    """A tier that is asked for.
+
+    Attributes:
+        kind: which.
+        place: the folder or the URL; "" of CPU memory.
+        max_nbytes: its bound; None of Redis, which has its own.
+    """
+
+    kind: Literal["cpu", "disk", "redis"]
+    place: str
+    max_nbytes: int | None
+
+
+def parse_tier(spec: str) -> TierSpec:
+    """What a specification asks for.
 
     Args:
         spec: "cpu:SIZE"; "disk:PATH" or "disk:PATH?max=SIZE", 4GB if there is none; or a URL of Redis, "redis://…",
@@ -24,28 +38,40 @@ def open_tier(spec: str) -> Tier:
     Raises:
         TypeError: it is no string.
         ValueError: it is none of these.
-        OSError: the folder cannot be made, or not read.
-        MissingExtraError: redis-py is not installed.
     """
     if not isinstance(spec, str):
         raise TypeError(f'a tier is named by a string, "disk:PATH" for instance; got {spec!r}')
     kind, _, rest = spec.partition(":")
     if kind in ("redis", "rediss", "unix"):
+        return TierSpec("redis", spec, None)
+    if kind == "cpu" and rest:
+        return TierSpec("cpu", "", parse_size(rest))
+    path, is_bounded, size = rest.partition("?max=")
+    if kind == "disk" and path:
+        return TierSpec("disk", path, parse_size(size) if is_bounded else DISK_NBYTES)
+    raise ValueError(f"no tier {spec!r}: write cpu:SIZE, disk:PATH, disk:PATH?max=SIZE or redis://HOST:PORT")
+
+
+def open_tier(spec: str) -> Tier:
+    """The tier that a specification names, as `parse_tier` takes it.
+
+    Raises:
+        TypeError, ValueError: as `parse_tier`.
+        OSError: the folder cannot be made, or not read.
+        MissingExtraError: redis-py is not installed.
+    """
+    kind, place, max_nbytes = parse_tier(spec)
+    if max_nbytes is None:
         from minicache.tiers.redis import RedisTier
 
-        return RedisTier(spec)
-    if kind == "cpu" and rest:
+        return RedisTier(place)
+    if kind == "cpu":
         from minicache.tiers.cpu import CPUTier
 
-        return CPUTier(parse_size(rest))
-    if kind == "disk" and rest:
-        from minicache.tiers.disk import DiskTier
+        return CPUTier(max_nbytes)
+    from minicache.tiers.disk import DiskTier
 
-        path, is_bounded, size = rest.partition("?max=")
-        if path:
-            folder = Path(path).expanduser()
-            return DiskTier(folder, parse_size(size) if is_bounded else DISK_NBYTES)
-    raise ValueError(f"no tier {spec!r}: write cpu:SIZE, disk:PATH, disk:PATH?max=SIZE or redis://HOST:PORT")
+    return DiskTier(Path(place).expanduser(), max_nbytes)
 
 
 def parse_size(text: str) -> int:

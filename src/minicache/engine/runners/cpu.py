@@ -25,7 +25,7 @@ class CPUModelRunner:
     def __init__(self, model: Transformer, memory: PagedMemory) -> None:
         self._model = model
         self._memory = memory
-        self._caches = fused.layer_caches(memory.storage)
+        self._caches = fused.layer_caches(memory.storage, memory.groups.places)
 
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """As `ModelRunner.run_model`."""

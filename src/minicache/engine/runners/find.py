@@ -22,7 +22,7 @@ from rich.progress import Progress
 from torch import Tensor
 
 from minicache.engine import loop
-from minicache.engine.kv import DenseMemory, Memory, Model, PagedMemory, default_nbytes, kv_token_nbytes
+from minicache.engine.kv import DenseMemory, Memory, Model, PagedMemory, default_nbytes
 from minicache.engine.runners.gpu import CUDACapture, GPUModelRunner
 from minicache.engine.runners.parallel import ParallelMemory, ParallelRunner, require_combination
 from minicache.engine.runners.sampling import draw
@@ -78,6 +78,7 @@ def cache_nbytes(
     max_num_seqs: int,
     max_model_len: int,
     gpu_memory_utilization: float,
+    needed: int,
     kv_cache_dtype: str | None = None,
 ) -> int:
     """Bytes for the cache of an engine whose num_blocks is not given.
@@ -91,6 +92,7 @@ def cache_nbytes(
         max_num_seqs: the most requests of a batch.
         max_model_len: the most tokens of a request.
         gpu_memory_utilization: 0 < u ≤ 1.
+        needed: bytes for one request of max_model_len tokens.
         kv_cache_dtype: what the cache holds, as `LLM` takes it.
 
     Raises:
@@ -111,7 +113,6 @@ def cache_nbytes(
         torch.cuda.synchronize(weights.device)
     free, _ = torch.cuda.mem_get_info(weights.device)
     nbytes = int(free * gpu_memory_utilization)
-    needed = kv_token_nbytes(model, kv_cache_dtype) * max_model_len
     if nbytes < needed:
         raise ValueError(
             f"{free / 2**30:.1f} GiB of {weights.device} are free for the cache, of which it may take "

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from minicache.cache.packed import PADDING, PackedStep, StepSize, aligned, pack
-from minicache.cache.paged import PagedStorage
 from minicache.engine.kv import Model, PagedMemory, Step, logits_at
 from minicache.engine.runners.sampling import GPUSampler
 from minicache.engine.sampling import TokenSampler
@@ -82,19 +81,20 @@ class DecodeGraph:
 
     Args:
         model: gives hidden states.
-        storage: where keys and values are.
+        memory: where keys and values are.
         size: of the step.
         capture: as `Capture`.
     """
 
-    def __init__(self, model: Transformer, storage: PagedStorage, size: StepSize, capture: Capture) -> None:
+    def __init__(self, model: Transformer, memory: PagedMemory, size: StepSize, capture: Capture) -> None:
+        storage, places = memory.storage, memory.groups.places
         self._buffer = torch.zeros(size.buffer_size, dtype=torch.int64, device=storage.device)
         tensors = size.views(self._buffer)
         for view, padding in zip(tensors, PADDING, strict=True):
             view.fill_(padding)  # so what runs before the first step writes to no slot
 
         def run() -> Tensor:
-            return model.hidden_states(tensors.token_ids[None], PackedStep(storage, tensors))[0]
+            return model.hidden_states(tensors.token_ids[None], PackedStep(storage, tensors, places=places))[0]
 
         self._run = capture(run)
 
@@ -150,16 +150,16 @@ class GPUModelRunner:
     def _decode(self, model: Transformer, capture: Capture, step: Step) -> Tensor:
         """The hidden states of a step of one token each, `[B, hidden_size]`, by the graph of the next size."""
         num_seqs = min(padded_batch(len(step.requests)), self._max_num_seqs)
-        size = StepSize(num_seqs, num_seqs, padded_width(step.width))
+        size = StepSize(num_seqs, num_seqs, padded_width(step.width), num_groups=step.blocks.num_groups)
         if size not in self._graphs:
             try:
-                self._graphs[size] = DecodeGraph(model, self._memory.storage, size, capture)
+                self._graphs[size] = DecodeGraph(model, self._memory, size, capture)
             except RuntimeError as error:
                 logger.warning("a decode step cannot be captured as a CUDA graph, so none will be: %s", error)
                 self._graphs.clear()
                 self._capture = capture = eagerly
-                self._graphs[size] = DecodeGraph(model, self._memory.storage, size, capture)
-        packed = pack(step.requests, step.counts, step.block_size, size)
+                self._graphs[size] = DecodeGraph(model, self._memory, size, capture)
+        packed = pack(step.requests, step.counts, step.blocks, size)
         return self._graphs[size](packed)[: len(step.requests)]
 
     def _run(self, step: Step) -> Tensor:
@@ -171,14 +171,16 @@ class GPUModelRunner:
         order = sorted(range(len(step.requests)), key=lambda i: step.counts[i] > 1)
         requests, counts = [step.requests[i] for i in order], [step.counts[i] for i in order]
         num_rows = [1 + len(request.draft_token_ids) for request in requests]
-        size = StepSize(sum(counts), len(requests), aligned(step.width), sum(num_rows) - len(requests))
-        packed = pack(requests, counts, step.block_size, size)
+        num_groups = step.blocks.num_groups
+        size = StepSize(sum(counts), len(requests), aligned(step.width), sum(num_rows) - len(requests), num_groups)
+        packed = pack(requests, counts, step.blocks, size)
         last = size.views(packed).last
         rows = dict(zip(order, torch.split(last.clone(), num_rows), strict=True))
         torch.cat([rows[index] for index in range(len(order))], out=last)  # in the order of the batch
         tensors = size.views(packed.to(storage.device, non_blocking=True))
         lengths = [request.num_computed_tokens + count for request, count in zip(requests, counts, strict=True)]
-        cache = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths)
+        places = self._memory.groups.places
+        cache = PackedStep(storage, tensors, num_new_tokens=counts, lengths=lengths, places=places)
         return logits_at(self._model, tensors.token_ids[None], cache, tensors.last)
 
 

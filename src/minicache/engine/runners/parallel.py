@@ -70,7 +70,7 @@ class ParallelMemory(PagedMemory):
         super().__init__(model, scheduler, kv_cache_dtype)
         self.model = model
         num_host_blocks = 0 if self.host_storage is None else self.host_storage.num_host_blocks
-        model.begin(self.storage, num_host_blocks, kv_cache_dtype)
+        model.begin(self.storage, num_host_blocks, kv_cache_dtype, self.groups.places)
 
     def move_blocks(self, output: SchedulerOutput) -> None:
         """As `Memory.move_blocks`, on all ranks."""
@@ -113,8 +113,8 @@ class ParallelRunner:
         step = memory.begin(output)
         requests, counts = step.requests, step.counts
         num_drafts = sum(len(each.draft_token_ids) for each in requests)
-        size = StepSize(sum(counts), len(requests), aligned(step.width), num_drafts)
-        return memory.model.run(memory.storage, size, pack(requests, counts, step.block_size, size))
+        size = StepSize(sum(counts), len(requests), aligned(step.width), num_drafts, step.blocks.num_groups)
+        return memory.model.run(memory.storage, size, pack(requests, counts, step.blocks, size))
 
     def pick_tokens(self, logits: Tensor, rows: Sequence[int], samplers: Sequence[TokenSampler]) -> list[int | None]:
         """As `ModelRunner.pick_tokens`: rank 0 alone samples."""

@@ -23,12 +23,12 @@ _LANES = 8
 
 
 @njit(**INLINE)
-def _gather(cache, scale, block_table, head, count, rows):
-    """The rows of a key/value head, `rows` `[≥ count, d]`, dequantized where there are scales."""
+def _gather(cache, scale, block_table, head, first, count, rows):
+    """The rows of a key/value head from token `first` on, `rows` `[≥ count, d]`, dequantized where there are scales."""
     block_size, head_dim = cache.shape[1], cache.shape[3]
     stride = np.int64(cache.strides[1] // cache.itemsize)
     for token in range(count):
-        block, offset = block_table[token // block_size], token % block_size
+        block, offset = block_table[(first + token) // block_size], (first + token) % block_size
         at = (block * cache.strides[0] + head * cache.strides[2]) // cache.itemsize + offset * stride
         for i in range(0, head_dim, _LANES):
             numbers = load(cache, at + i)
@@ -55,6 +55,8 @@ def attend_prompt(q, k_cache, v_cache, k_scale, v_scale, block_table, context_le
     """
     num_new, num_heads, head_dim = out.shape
     group = num_heads // k_cache.shape[2]
+    first = max(0, context_len - num_new + 1 - window) if window else 0  # before it, no query sees anything
+    context_len -= first
     gathered = np.empty((context_len, head_dim), np.float32)
     values = np.empty((context_len, head_dim), np.float32)
     keys = np.empty((head_dim, context_len), np.float32)
@@ -64,8 +66,8 @@ def attend_prompt(q, k_cache, v_cache, k_scale, v_scale, block_table, context_le
     sums = np.empty(PANEL, np.float32)
     for head in range(num_heads):
         if head % group == 0:
-            _gather(k_cache, k_scale, block_table, head // group, context_len, gathered)
-            _gather(v_cache, v_scale, block_table, head // group, context_len, values)
+            _gather(k_cache, k_scale, block_table, head // group, first, context_len, gathered)
+            _gather(v_cache, v_scale, block_table, head // group, first, context_len, values)
             for token in range(context_len):
                 for i in range(head_dim):
                     keys[i, token] = gathered[token, i]

@@ -1,4 +1,4 @@
-"""The small kernels of a transformer layer on a CPU: norms, SiLU · up, rotary positions, stores.
+"""The small kernels of a transformer layer on a CPU: norms, SiLU or GELU · up, rotary positions, stores.
 
 In PyTorch each of them is several operations, each with a call's overhead and an intermediate result in memory. Here a
 row is read once and written once. Arrays are float32 and contiguous unless stated otherwise; nothing is checked.
@@ -35,6 +35,8 @@ from minicache.kernels.cpu.vectors import (
 # vectors.py as compiled code knows it, sha256: 60a8d9aca10b4be7
 
 _ZERO, _ONE, _INFINITY, _NAN = np.float32(0), np.float32(1), np.float32(np.inf), np.float32(np.nan)
+
+_CUBIC, _TWICE_ROOT = np.float32(0.044715), np.float32(2 * np.sqrt(2 / np.pi))  # of GELU
 
 # What LLVM may change to vectorize a loop. Not "nnan" or "ninf": NaN must stay NaN.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -77,6 +79,22 @@ def silu_mul(gate_up, out):
             at = min(i, width - 8)  # the last eight may overlap those before, since out is not gate_up
             gate, up = load(gate_up, 2 * r * width + at), load(gate_up, (2 * r + 1) * width + at)
             store(out, r * width + at, div(mul(gate, up), add(full(_ONE), exp(sub(full(_ZERO), gate)))))
+
+
+@njit(**OPTIONS)
+def gelu_mul(gate_up, out):
+    """out = gelu(gate) · up, as `silu_mul`: GELU in its tanh approximation.
+
+    ½ · x · (1 + tanh z) is x · sigmoid(2z), for z = √(2/π) · (x + 0.044715 · x³).
+    """
+    num_rows, width = out.shape
+    for r in range(num_rows):
+        for i in range(0, width, 8):
+            at = min(i, width - 8)
+            gate, up = load(gate_up, 2 * r * width + at), load(gate_up, (2 * r + 1) * width + at)
+            cubic = mul(mul(mul(gate, gate), gate), full(_CUBIC))
+            two_z = mul(add(gate, cubic), full(_TWICE_ROOT))
+            store(out, r * width + at, div(mul(gate, up), add(full(_ONE), exp(sub(full(_ZERO), two_z)))))
 
 
 @njit(**INLINE)
@@ -175,6 +193,7 @@ def signatures(number: str) -> dict[Any, str]:
         rms_norm: f"void({_ROWS}, {_WEIGHT}, float32, {_ROWS})",
         add_rms_norm: f"void({_ROWS}, {_ROWS}, {_WEIGHT}, float32, {_ROWS})",
         silu_mul: f"void({_ROWS}, {_ROWS})",
+        gelu_mul: f"void({_ROWS}, {_ROWS})",
         rope_store: f"void({_HEADS}, {_ROWS}, {_ROWS}, int64[::1], {cache}, {cache}, {scale}, {scale}, int64)",
         norm_heads: f"void({_HEADS}, {_WEIGHT}, {_WEIGHT}, float32, int64)",
         store_kv: f"void(float32[:, :, :], float32[:, :, :], {cache}, {cache}, {scale}, {scale}, int64[::1])",

@@ -198,17 +198,28 @@ def plan_step(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> 
     key = (plan_step, num_blocks, block_size)
     plan: StepPlan | None = metadata.plans.get(key)
     if plan is None:
-        plan = metadata.plans[key] = _make_plan(metadata, num_blocks, block_size)
+        starts = metadata.query_start_loc
+        plan = metadata.plans[key] = make_plan(
+            metadata.block_tables.long().numpy(),
+            metadata.context_lens.long().numpy(),
+            None if starts is None else starts.long().numpy(),
+            num_blocks,
+            block_size,
+        )
     return plan
 
 
-def _make_plan(metadata: AttentionMetadata, num_blocks: int, block_size: int) -> StepPlan:
-    block_tables: NDArray[np.int64] = metadata.block_tables.long().numpy()
-    context_lens: NDArray[np.int64] = metadata.context_lens.long().numpy()
+def make_plan(
+    block_tables: NDArray[np.int64],
+    context_lens: NDArray[np.int64],
+    starts: NDArray[np.int64] | None,
+    num_blocks: int,
+    block_size: int,
+) -> StepPlan:
+    """As `plan_step`, of the arrays of an `AttentionMetadata`; `starts` are its query_start_loc."""
     _check(block_tables, context_lens, num_blocks, block_size)
-    if metadata.query_start_loc is None:
+    if starts is None:
         return StepPlan(len(context_lens), [_Queries(0, len(context_lens), block_tables, context_lens)])
-    starts = metadata.query_start_loc.long().numpy()
     num_new = np.diff(starts)
     if np.any(num_new > context_lens):
         wrong = int(np.argmax(num_new > context_lens))
@@ -256,7 +267,7 @@ def check_slots(slot_mapping: Tensor, num_slots: int) -> NDArray[np.int64]:
     """The checked slots of a step for `rows.store_kv` and `rows.rope_store`.
 
     Args:
-        slot_mapping: `[N]` int32 or int64 on the CPU.
+        slot_mapping: `[…, N]` int32 or int64 on the CPU.
         num_slots: of the caches.
 
     Raises:

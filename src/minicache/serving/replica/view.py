@@ -280,7 +280,8 @@ class LiveView(Observer):
             "number": self._number(request.request_id),
             "id": str(request.request_id),
             "status": request.status.value,
-            "blocks": list(request.block_ids),
+            "blocks": [block_id for table in request.group_block_ids for block_id in table],
+            "num_tables": len(request.group_block_ids),
             "num_host_blocks": len(request.host_block_ids),
             "num_prompt": request.num_prompt_tokens,
             "num_cached": request.num_cached_tokens,
@@ -297,7 +298,8 @@ class LiveView(Observer):
         Finding blocks in no table needs a check of every block, so it is done only if the counts do not add up.
         """
         pool = scheduler.pool
-        owned = {block_id for request in scheduler.running for block_id in request.block_ids}
+        tables = (table for request in scheduler.running for table in request.group_block_ids)
+        owned = {block_id for table in tables for block_id in table if block_id >= 0}
         lost = []
         if pool.num_blocks - pool.num_free != len(owned):
             lost = [each for each in range(pool.num_blocks) if each not in owned and pool.ref_count(each)]

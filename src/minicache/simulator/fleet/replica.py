@@ -51,6 +51,21 @@ class Replica(ServingSimulation):
         return not self._unfinished
 
     @property
+    def is_waiting(self) -> bool:
+        """Whether all of its requests wait for their load."""
+        return self._resumes_at > self.now
+
+    @property
+    def continues_at(self) -> float:
+        """When its next step begins, if nothing comes before."""
+        return max(self.now, self._resumes_at)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens that its model ran on."""
+        return self._num_computed
+
+    @property
     def is_in_stretch(self) -> bool:
         """Whether quiet steps are under way."""
         return bool(self._ends)
@@ -63,7 +78,7 @@ class Replica(ServingSimulation):
         if self._ends:
             self._settle(bisect_left(self._ends, now) + 1)
             self._is_last_of_stretch = True
-        if not self._unfinished:
+        if not self._unfinished or self.is_waiting:
             self.now = max(self.now, now)
         self._is_quiet = False
         self.num_sent += 1
@@ -101,6 +116,7 @@ class Replica(ServingSimulation):
         if note:
             self.had = {name: len(request.output_token_ids) for name, request in self._unfinished.items()}
         self._ended, self._is_last_of_stretch = [], False
+        self.now = max(self.now, self.next_at)  # all its requests have waited for their load until now
         self._serve()
         return self._ended
 

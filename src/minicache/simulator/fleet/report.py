@@ -34,7 +34,9 @@ class ReplicaReport:
         seconds: that it was there for, its start included.
         busy_seconds: during which a step ran.
         num_queried_tokens: tokens that its requests had when they were admitted.
-        num_hit_tokens: of these, the tokens that its prefix cache had.
+        num_hit_tokens: of these, the tokens that its prefix cache had, those from a tier included.
+        num_computed_tokens: that its model ran on.
+        tier_hit_tokens: that were loaded from a tier, by its name.
         crashed: whether it died.
     """
 
@@ -44,6 +46,8 @@ class ReplicaReport:
     busy_seconds: float
     num_queried_tokens: int
     num_hit_tokens: int
+    num_computed_tokens: int
+    tier_hit_tokens: dict[str, int]
     crashed: bool
 
 
@@ -55,8 +59,8 @@ class FleetReport(Report):
         num_given_up: requests that finished early, as too many replicas died over them.
         num_resent: how often a request was sent again, as its replica had died.
         num_moved: prompts that were computed on one replica and moved to another.
-        hit_rate: the part of the tokens of admitted requests that a prefix cache had, 0 … 1. What was moved to it
-            counts as had.
+        hit_rate: the part of the tokens of admitted requests that a prefix cache had, 0 … 1. What was moved to it, or
+            loaded from a tier, counts as had.
         replica_seconds: that replicas were there for, their starts included: what the fleet costs.
         replicas: what each did.
         series: replicas and requests over time.

@@ -189,7 +189,7 @@ class FleetSimulation(Simulation):
             else:
                 self._at(replica.now, Kind.ENDED, (job, job.number, first_token))
         if not replica.is_idle:
-            self._step_at(replica.now, replica)
+            self._step_at(replica.continues_at, replica)
 
     def _step_at(self, time: float, replica: Replica) -> None:
         """The replica's next step begins then, unless this is called again before."""
@@ -373,7 +373,7 @@ class FleetSimulation(Simulation):
 
     def _hand_over(self, request: Request, replica: Replica) -> bool:
         """The replica gets a request. False: it is too large."""
-        waits = replica.is_idle or replica.is_in_stretch
+        waits = replica.is_idle or replica.is_in_stretch or replica.is_waiting
         is_taken = replica.send(request, self.now)
         if waits and not replica.is_idle:
             self._step_at(replica.now, replica)
@@ -474,22 +474,29 @@ class FleetSimulation(Simulation):
         stats = scheduler.stats if isinstance(scheduler, PrefixCachingScheduler) else PrefixCacheStats()
         seconds, name = self.now - replica.started, replica.replica_id
         queried, hit = stats.num_queried_tokens, stats.num_hit_tokens
-        return ReplicaReport(name, replica.num_sent, seconds, replica.busy_seconds, queried, hit, crashed)
+        computed, loaded = replica.num_computed_tokens, replica.tier_hit_tokens()
+        busy = replica.busy_seconds
+        return ReplicaReport(name, replica.num_sent, seconds, busy, queried, hit, computed, loaded, crashed)
 
     def _not_joined(self, name: ReplicaId, asked: float) -> ReplicaReport:
-        return ReplicaReport(name, 0, self.now - asked, 0.0, 0, 0, crashed=False)
+        return ReplicaReport(name, 0, self.now - asked, 0.0, 0, 0, 0, {}, crashed=False)
 
     def _report(self) -> FleetReport:
         replicas = self._left + [self._told(replica) for replica in self._replicas.values()]
         starting = self._starting | self._restarting
         replicas += [self._not_joined(name, asked) for name, asked in starting.items()]
         queried = sum(each.num_queried_tokens for each in replicas)
+        loaded = Counter[str]()
+        for each in replicas:
+            loaded.update(each.tier_hit_tokens)
         return FleetReport(
             num_requests=self._num_requests,
             num_given_up=self._num_given_up,
             num_resent=self._num_resent,
             num_moved=self._num_moved,
             hit_rate=sum(each.num_hit_tokens for each in replicas) / queried if queried else 0.0,
+            num_computed_tokens=sum(each.num_computed_tokens for each in replicas),
+            tier_hit_tokens=dict(loaded),
             replica_seconds=sum(each.seconds for each in replicas),
             replicas=replicas,
             series=self._series,

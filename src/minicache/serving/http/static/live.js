@@ -132,7 +132,10 @@ function drawPool(picture) {
   const isShared = new Set(shared);
   for (const request of picture.running) {
     const numFilled = filledBlocks(request, blockSize);
-    request.blocks.forEach((block, place) => {
+    const length = request.blocks.length / request.num_tables;
+    request.blocks.forEach((block, index) => {
+      if (block < 0) return; // it has left a sliding window
+      const place = index % length;
       const holder = { request, place, isReserved: place >= numFilled };
       if (pool.holders.has(block)) pool.holders.get(block).push(holder);
       else pool.holders.set(block, [holder]);
@@ -205,13 +208,16 @@ function drawRow(row, request, blockSize, isShared) {
   tokens.title = `${request.num_prompt} prompt tokens, ${request.num_cached} of them from the prefix cache, ${request.num_output} generated; preempted ${request.num_preemptions} times`;
   const numTokens = request.num_computed + request.num_new;
   while (cells.children.length > request.blocks.length) cells.lastChild.remove();
-  request.blocks.forEach((block, place) => {
-    const box = cells.children[place] ?? cells.appendChild(make("span"));
+  const length = request.blocks.length / request.num_tables;
+  request.blocks.forEach((block, index) => {
+    const place = index % length;
+    const box = cells.children[index] ?? cells.appendChild(make("span"));
     const inIt = Math.min(blockSize, numTokens - place * blockSize);
     const kind = inIt <= 0 ? "reserved" : inIt < blockSize ? "part" : "";
     const className = `cell ${kind} ${isShared.has(block) ? "shared" : ""}`;
     if (box.className !== className) box.className = className;
-    if (box.textContent !== String(block)) box.textContent = block;
+    const name = block < 0 ? "" : String(block); // −1: it has left a sliding window
+    if (box.textContent !== name) box.textContent = name;
     box.style.setProperty("--fill", `${(100 * Math.max(inIt, 0)) / blockSize}%`);
   });
 }

@@ -33,7 +33,8 @@ class Child:
     Args:
         prepare: makes what `work` is given.
         work: what is watched.
-        kill_at, hold_at: the number of a moment: killed there (SIGKILL), or held until `let_go`.
+        kill_at: the number of a moment: there it is killed (SIGKILL).
+        hold_at: the number of a moment, or of which kind it is: there it is held until `let_go`.
         kill_in_write: it is killed when a file becomes longer than so many bytes; up to there it is written.
     """
 
@@ -84,9 +85,10 @@ def _live(prepare, work, news, leave, kill_at, hold_at, kill_in_write):
             if event not in ("c_call", "c_return", "c_exception") or not _is_of_the_system(arg):
                 return
             places.append(("before " if event == "c_call" else "after ") + arg.__name__)
-            if len(places) - 1 in (kill_at, hold_at):
+            is_last = len(places) - 1 == kill_at
+            if is_last or len(places) - 1 == hold_at or (places[-1] == hold_at and places.count(hold_at) == 1):
                 os.write(news, places[-1].encode() + b"\n")
-                if len(places) - 1 == kill_at:
+                if is_last:
                     os.kill(os.getpid(), signal.SIGKILL)
                 select.select([leave], [], [], 10.0)
 
@@ -130,10 +132,10 @@ def moments(prepare, work):
     return sorted(evenly.union({place: number for number, place in enumerate(places)}.values()))
 
 
-def last_of_each_kind(prepare, work):
-    """For each place of a work its last moment: so also one of what is seldom done."""
+def kinds(prepare, work):
+    """The calls of the system in a work, each once: "before replace" for instance is the moment before the first."""
     __tracebackhide__ = True
-    return sorted({place: number for number, place in enumerate(do(prepare, work))}.values())
+    return sorted({place.replace("_", " ", 1) for place in do(prepare, work) if place.startswith("before")})
 
 
 def killed(prepare, work, moment):

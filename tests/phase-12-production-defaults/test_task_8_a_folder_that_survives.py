@@ -650,7 +650,7 @@ def test_what_is_stored_during_much_work_of_another_is_there(folder):
         return DiskTier(folder, 200_000)
 
     tier = filled(folder, range(3), 200_000)
-    for moment in child.last_of_each_kind(lambda: DiskTier(folder / "other", 200_000), work)[::2]:
+    for moment in child.kinds(lambda: DiskTier(folder / "other", 200_000), work):
         with child.held(prepare, work, moment):
             call(tier.store, key(3), record(3)).gives(None)
         that("keys 0 … 3", states(tier, range(4))).gives(dict.fromkeys(range(4), "there"))

@@ -17,7 +17,7 @@ from minicache.arithmetic.arithmetic import cache_bytes_per_token
 from minicache.arithmetic.specs import H100, LLAMA_3_8B, LLAMA_3_70B, OPT_13B, QWEN3_32B
 
 
-def break_even(model):
+def bandwidth_needed(model):
     """Bytes a second of which reading and computing a token take the same time."""
     tokens_per_second = H100.peak_flops / (2 * model.num_parameters)
     return tokens_per_second * cache_bytes_per_token(model)
@@ -29,7 +29,7 @@ models = {
     "Llama-3-70B": LLAMA_3_70B,
     "Qwen3-32B": QWEN3_32B,
 }
-needed = {name: break_even(model) / 1e9 for name, model in models.items()}
+needed = {name: bandwidth_needed(model) / 1e9 for name, model in models.items()}
 nb.bars(needed, "GB/s from which on reading wins", text="{:.1f}", roles=["shared"])
 
 # %% [markdown]
@@ -56,9 +56,8 @@ for number in range(1, 5):
     if before is not None:
         token_ids = dict.fromkeys(before.num_scheduled_tokens, tokens_of_a[number - 2])
         finished = scheduler.update_from_output(before, token_ids)
-        print(
-            f"  commit {number - 1}: {token_ids}; finished: {[each.request_id for each in finished]}"
-        )
+        names = [each.request_id for each in finished]
+        print(f"  commit {number - 1}: {token_ids}; finished: {names}")
     before = output
 
 # %% [markdown]
@@ -66,7 +65,7 @@ for number in range(1, 5):
 # The scheduler is the real one; a step takes the GPU the time of its roofline, and the CPU a fixed time for schedule and
 # commit. `seconds_of` puts both on one clock.
 
-# %% alt="How many times as fast one step ahead is, against the CPU's share of a step without overlap, from 0 to 70 %. The formula, the longer of the two, rises from 1 to 2 at 50 % and falls again. Answers of about 200 tokens lie almost on it. Answers of about 10 tokens lie a tenth to a fifth below it, and below 1 where the CPU's share is less than 10 %."
+# %%
 import random
 
 from minicache.arithmetic.specs import LLAMA_3_8B
@@ -76,7 +75,7 @@ cost = RooflineCost(LLAMA_3_8B, H100, overhead_seconds=0.0)
 
 
 def gpu_seconds(scheduler, num_tokens, overlaps):
-    """What each step takes on the GPU, and how many tokens were computed for requests that had finished."""
+    """What each step takes on the GPU, and how many tokens were computed in vain."""
     rng = random.Random(0)
     lengths = [rng.randint(num_tokens // 2, 3 * num_tokens // 2) for _ in range(256)]
     for number in range(256):
@@ -102,6 +101,7 @@ def gpu_seconds(scheduler, num_tokens, overlaps):
     return steps, in_vain
 
 
+# %%
 def seconds_of(steps, cpu, overlaps):
     """When the last of these steps is over, if each takes the CPU so long."""
     if not overlaps:
@@ -114,6 +114,7 @@ def seconds_of(steps, cpu, overlaps):
     return ends[-1]
 
 
+# %% alt="How many times as fast one step ahead is, against the CPU's share of a step without overlap, from 0 to 70 %. The formula, the longer of the two, rises from 1 to 2 at 50 % and falls again. Answers of about 200 tokens lie almost on it. Answers of about 10 tokens lie a tenth to a fifth below it, and below 1 where the CPU's share is less than 10 %."
 SHARES = [0.05 * number for number in range(15)]
 curves = {"the longer of the two": [1 / max(share, 1 - share) for share in SHARES]}
 dropped = {}
@@ -285,8 +286,9 @@ class SlowFolder:
     def discard(self, hashes): ...
 
 
+# %%
 def serve(bandwidth):
-    """Seconds to the conversation's first token, and the other request's longest wait for a token."""
+    """Seconds to the conversation's first token, and the other request's longest wait."""
     folder, longest = SlowFolder(bandwidth), 0.0
     scheduler = create_scheduler("chunked", num_blocks=1000, block_size=BLOCK, tiers=folder)
     scheduler.add_request(Request("other", [1, 2, 3], 100_000))

@@ -27,6 +27,8 @@ from minicache.serving.proxy.workers import Workers
 from minicache.serving.replica.remote import Slots
 
 PICTURE_SECONDS: Final = 0.5
+BEGINNINGS: Final = 8
+"""The most requests that begin in one turn of the event loop. Together they take as long as another slice of work."""
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {"route.js": STATIC, "route.css": STATIC, "live.css": SERVERS_STATIC}
 
@@ -69,7 +71,7 @@ class Proxy(Slots):
 
     async def pass_on(self, request: Request) -> Response:
         """The answer of some worker to a request."""
-        async with self.beginnings.slice(SLICE // 8):
+        async with self.beginnings.slice(SLICE // BEGINNINGS):
             pass
         if self.stopping.is_set():
             self.workers.metrics.refused.labels("stopping").inc()

@@ -10,8 +10,8 @@ attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 
-Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, canary_failed, mb_before,
-mb_most, mb_after, statuses: how often each).
+Keys of results/attacks.json: `goal_ms`; `attacks`, a list: attack, and for serve and route, as in serve_gap_ms, each
+of gap_ms, num_failed (answers of the canary), mb_before, mb_most, mb_after, statuses (how often each).
 """
 
 from __future__ import annotations
@@ -368,9 +368,8 @@ def measured(name: str, port: int, canary: Canary, processes: list[psutil.Proces
     gap, num_failed = canary.worst, canary.num_failed
     time.sleep(REST_SECONDS)
     return {
-        "attack": name,
         "gap_ms": round(1e3 * gap),
-        "canary_failed": num_failed,
+        "num_failed": num_failed,
         "mb_before": round(before),
         "mb_most": round(most),
         "mb_after": round(memory_mb(processes)),
@@ -381,7 +380,7 @@ def measured(name: str, port: int, canary: Canary, processes: list[psutil.Proces
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     only = sys.argv[1:]
-    found = []
+    found: dict[str, dict[str, Any]] = {name: {"attack": name} for name in only or ATTACKS}
     with ExitStack() as stack:
         keys = Path(stack.enter_context(TemporaryDirectory())) / "keys.toml"
         keys.write_text(KEYS)
@@ -392,25 +391,30 @@ def main() -> None:
             stack.callback(canary.stop)
             time.sleep(2)
             processes = [each for _, each in served]
-            attacking = track(only or ATTACKS, description=f"Attacking {target}")
-            found += [{"target": target} | measured(name, port, canary, processes) for name in attacking]
+            for name in track(found, description=f"Attacking {target}"):
+                result = measured(name, port, canary, processes)
+                found[name] |= {f"{target}_{key}": value for key, value in result.items()}
             canary.stop()
-    show(found)
+    show(list(found.values()))
     if not only:
         from benchmarks._record import record
 
-        record("attacks", {"goal_ms": GOAL_MS, "attacks": found})
+        record("attacks", {"goal_ms": GOAL_MS, "attacks": list(found.values())})
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """A row for each attack."""
+    """A row for each attack and target."""
     table = Table(title="The canary's longest wait, and the server's memory", box=SIMPLE_HEAD)
-    for heading in ("target", "attack", "wait, ms", "failed", "MB before", "most", "after", "statuses"):
-        table.add_column(heading, justify="right" if heading[0] in "wfMma" and heading != "attack" else "left")
+    table.add_column("attack", no_wrap=True)
+    table.add_column("target")
+    for heading in ("wait, ms", "failed", "MB before", "most", "after"):
+        table.add_column(heading, justify="right")
+    table.add_column("statuses")
     for each in found:
-        statuses = ", ".join(f"{number} × {name}" for name, number in each["statuses"].items())
-        row = [each[name] for name in ("gap_ms", "canary_failed", "mb_before", "mb_most", "mb_after")]
-        table.add_row(each["target"], each["attack"], *map(str, row), statuses)
+        for target in ("serve", "route"):
+            statuses = ", ".join(f"{number} × {name}" for name, number in each[f"{target}_statuses"].items())
+            numbers = ("gap_ms", "num_failed", "mb_before", "mb_most", "mb_after")
+            table.add_row(each["attack"], target, *(str(each[f"{target}_{name}"]) for name in numbers), statuses)
     Console(highlight=False).print(table)
 
 

@@ -10,8 +10,8 @@ attack, comes first.
 
     python -m benchmarks.attacks [NAME…]
 
-Keys of results/attacks.json: `goal_ms`; `attacks` (a list: attack, target, gap_ms, canary_failed, mb_before,
-mb_most, mb_after, statuses: how often each).
+Keys of results/attacks.json: `goal_ms`; `attacks`, a list: attack, and for serve and route, as in serve_gap_ms, each
+of gap_ms, num_failed (answers of the canary), mb_before, mb_most, mb_after, statuses (how often each).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ import multiprocessing
 import os
 import resource
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -47,22 +49,39 @@ MAIN: Final = "from minicache_cli import main; main()"
 PROMPT: Final = "Yesterday I"
 KEYS: Final = '[keys.attacker]\nkey = "attacker"\n[keys.canary]\nkey = "canary"\n'
 Attack = Callable[[int], Counter[str]]
+"""Attacks a port; returns how often each status was the answer."""
 
 
 # --- what the attackers do --------------------------------------------------------------------------------------------
 
 
-def connect(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+def connect(port: int, *, has_room: bool = True) -> socket.socket:
+    """A connection; without room, the system keeps little of what is not read."""
+    client = socket.socket()
+    client.settimeout(SECONDS)
+    if not has_room:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    client.connect(("127.0.0.1", port))
+    return client
+
+
+def get(path: str, *headers: str) -> bytes:
+    """A request without a body."""
+    return "\r\n".join([f"GET {path} HTTP/1.1", "Host: 127.0.0.1", "Connection: close", *headers, "", ""]).encode()
 
 
 def post(body: bytes | dict[str, Any], *headers: str, key: str = "attacker", length: int | None = None) -> bytes:
     """A request for a completion."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     size = len(content) if length is None else length
-    head = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", *headers]
-    head += [f"Authorization: Bearer {key}", f"Content-Length: {size}"]
+    head = ["POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", "Connection: close"]
+    head += [*headers, f"Authorization: Bearer {key}", f"Content-Length: {size}"]
     return "\r\n".join([*head, "", ""]).encode() + content
+
+
+def chunked(chunks: bytes) -> bytes:
+    """A request whose body comes in chunks, here without the last one."""
+    return post(b"").replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + chunks
 
 
 def status_of(answer: bytes) -> str:
@@ -70,42 +89,84 @@ def status_of(answer: bytes) -> str:
     return answer[9:12].decode() if answer.startswith(b"HTTP/1.1 ") else "closed"
 
 
-def exchange(port: int, *pieces: bytes) -> Counter[str]:
-    """Send some bytes, and read until the server closes or says nothing for SECONDS: the first status."""
+def exchange(port: int, request: bytes) -> str:
+    """Send some bytes, and read until the server closes or says nothing for SECONDS: the status."""
     answer = b""
-    with connect(port) as client, suppress(OSError):
-        for piece in pieces:
-            client.sendall(piece)
+    with suppress(OSError), connect(port) as client:
+        with suppress(OSError):  # an answer may come before all is sent
+            client.sendall(request)
         while more := client.recv(2**16):
             answer = answer or more
-            if b"\r\n0\r\n\r\n" in more or answer[9:12] >= b"400":
-                break
-    return Counter([status_of(answer)])
+    return status_of(answer)
 
 
 def at_once(number: int, act: Callable[[], Counter[str]]) -> Counter[str]:
     """The same, several times at once."""
-    found: Counter[str] = Counter()
-    lock = threading.Lock()
-
-    def run() -> None:
-        with suppress(OSError):
-            one = act()
-            with lock:
-                found.update(one)
-
-    threads = [threading.Thread(target=run) for _ in range(number)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(number) as threads:
+        return sum((each.result() for each in [threads.submit(act) for _ in range(number)]), Counter())
 
 
-def quiet(port: int) -> Counter[str]:
-    """Nothing."""
-    time.sleep(SECONDS)
-    return Counter()
+def flood(number: int, request: Callable[[int], bytes], *, connections: int = 1) -> Attack:
+    """So many requests, each on a connection of its own, as many at once as said. It ends after SECONDS."""
+
+    def attack(port: int) -> Counter[str]:
+        left, until = iter(range(number)), time.monotonic() + SECONDS
+
+        def act() -> Counter[str]:
+            found: Counter[str] = Counter()
+            while time.monotonic() < until and (index := next(left, None)) is not None:
+                found[exchange(port, request(index))] += 1
+            return found
+
+        return at_once(connections, act)
+
+    return attack
+
+
+def hold(number: int, begin: bytes, letters: bytes = b"") -> Attack:
+    """So many connections at once, kept for SECONDS, on which a request begins, and goes on by a letter a second."""
+
+    def attack(port: int) -> Counter[str]:
+        clients = []
+        for _ in range(number):
+            with suppress(OSError):
+                clients.append(connect(port, has_room=False))
+                clients[-1].sendall(begin)
+        for second in range(int(SECONDS)):
+            time.sleep(1)
+            for client in clients:
+                with suppress(OSError):
+                    client.send(letters[second : second + 1])
+        found: Counter[str] = Counter()
+        for client in clients:
+            client.setblocking(False)
+            try:
+                found[status_of(client.recv(2**16))] += 1
+            except BlockingIOError:
+                found["open"] += 1
+            except OSError:
+                found["closed"] += 1
+            client.close()
+        return found
+
+    return attack
+
+
+def leave(request: bytes, *, waits: bool) -> Attack:
+    """One connection after the other, for SECONDS, and each is reset: at once, or when an answer begins to come."""
+
+    def attack(port: int) -> Counter[str]:
+        found, until = Counter[str](), time.monotonic() + SECONDS
+        while time.monotonic() < until:
+            with suppress(OSError), connect(port) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(request)
+                if waits:
+                    client.recv(10)
+                found["left"] += 1
+        return found
+
+    return attack
 
 
 def pipelining(port: int) -> Counter[str]:
@@ -131,10 +192,9 @@ def trailers(port: int) -> Counter[str]:
     """A body in chunks, and then trailers without end, on four connections."""
 
     def act() -> Counter[str]:
-        head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         trailer, until = b"X-Trailer: " + b"x" * 8000 + b"\r\n", time.monotonic() + SECONDS
         with connect(port) as client:
-            client.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\n".encode())
+            client.sendall(chunked(b"2\r\n{}\r\n0\r\n"))
             with suppress(OSError):
                 while time.monotonic() < until:
                     client.sendall(trailer * 8)
@@ -145,106 +205,69 @@ def trailers(port: int) -> Counter[str]:
     return at_once(4, act)
 
 
-def long_heads(port: int) -> Counter[str]:
-    """Heads of a megabyte in one piece."""
-    head = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Long: " + b"x" * 2**20 + b"\r\n\r\n"
-    return sum((exchange(port, head) for _ in range(50)), Counter())
-
-
-def logprobs(port: int) -> Counter[str]:
-    """128 answers, each token with 20 others: 500 tokens, which is refused, and 93, the most that is admitted."""
-    wish = {"prompt": PROMPT, "n": 128, "logprobs": 20, "ignore_eos": True}
-    return sum(
-        (exchange(port, post({**wish, "max_tokens": most}, "Connection: close")) for most in (500, 93)), Counter()
-    )
-
-
 def near_stops(port: int) -> Counter[str]:
-    """128 equal answers, and sixteen stop strings that are nearly in them."""
+    """128 equal answers, and sixteen stop strings that are nearly in them: too long together, and admitted."""
     wish = {"prompt": PROMPT, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+    answer = b""
     with connect(port) as client:
-        client.sendall(post(wish, "Connection: close"))
-        answer = b""
+        client.sendall(post(wish))
         while more := client.recv(2**16):
             answer += more
     text = json.loads(answer.partition(b"\r\n\r\n")[2])["choices"][0]["text"]
-    found: Counter[str] = Counter()
-    for length in (400, 60):  # refused, and admitted
-        stops = [text[at : at + length] + "#" for at in range(16)]
-        found += exchange(port, post({**wish, "n": 128, "stop": stops}, "Connection: close"))
-    return found
+    wishes = [{**wish, "n": 128, "stop": [text[at : at + size] + "#" for at in range(16)]} for size in (400, 60)]
+    return flood(2, lambda index: post(wishes[index]))(port)
 
 
-def idle_connections(port: int) -> Counter[str]:
-    """1,200 connections, more than the server has descriptors."""
-    clients: list[socket.socket] = []
-    with suppress(OSError):
-        clients.extend(connect(port) for _ in range(1200))
-    time.sleep(SECONDS)
-    for client in clients:
-        client.close()
-    return Counter({"opened": len(clients)})
-
-
-def slow_heads(port: int) -> Counter[str]:
-    """200 connections that send a letter a second."""
-    clients = [connect(port) for _ in range(200)]
-    for letter in b"GET /health"[: int(SECONDS)]:
-        for client in clients:
-            with suppress(OSError):
-                client.send(bytes([letter]))
-        time.sleep(1)
-    for client in clients:
-        client.close()
-    return Counter()
-
-
-def nested_json(port: int) -> Counter[str]:
-    """Megabytes of empty lists in a field that is ignored, ten times."""
-    body = b'{"prompt": "Yesterday I", "max_tokens": 1, "ignored": [' + b"[]," * (2**20) + b"0]}"
-    return sum((exchange(port, post(body, "Connection: close")) for _ in range(10)), Counter())
-
-
-def many_tokens(port: int) -> Counter[str]:
-    """A prompt of half a million token ids, ten times."""
-    body = b'{"max_tokens": 1, "prompt": [' + b"1," * 500_000 + b"1]}"
-    return sum((exchange(port, post(body, "Connection: close")) for _ in range(10)), Counter())
-
-
-def huge_length(port: int) -> Counter[str]:
-    """Bodies that say that they will have five gigabytes."""
-    return sum((exchange(port, post(b"{", length=5 * 10**9)) for _ in range(20)), Counter())
-
-
-def never_reading(port: int) -> Counter[str]:
-    """300 streams whose clients do not read."""
-    wish = {"prompt": PROMPT, "max_tokens": 500, "stream": True, "ignore_eos": True, "logprobs": 20}
-    clients = []
-    for _ in range(300):
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-        client.settimeout(SECONDS)
-        with suppress(OSError):
-            client.connect(("127.0.0.1", port))
-            client.sendall(post(wish))
-        clients.append(client)
-    time.sleep(SECONDS)
-    for client in clients:
-        client.close()
-    return Counter()
-
-
-def odd_headers(port: int) -> Counter[str]:
-    """A space behind a header, and cookies of 60 kB."""
-    wish = {"prompt": PROMPT, "max_tokens": 1}
-    odd = ("X-A: a ", "Cookie: a=" + "x" * 60_000)
-    return sum((exchange(port, post(wish, each, "Connection: close")) for each in odd * 10), Counter())
-
-
-OF_BOTH: Final[tuple[Attack, ...]] = (
-    *(quiet, pipelining, trailers, long_heads, slow_heads, nested_json, many_tokens, huge_length, odd_headers),
+ODD: Final = ("X-A: a ", "Cookie: a=" + "x" * 60_000)
+WISH: Final = {"prompt": PROMPT, "max_tokens": 500, "ignore_eos": True}
+LARGE: Final = (
+    {**WISH, "prompt": [PROMPT] * 128, "max_tokens": 30},
+    {**WISH, "prompt": [5] * 400, "max_tokens": 100, "n": 128, "return_token_ids": True},
+    {**WISH, "stop": ["a" * 63 + chr(98 + at) for at in range(16)], "n": 16},
 )
-OF_SERVER: Final[tuple[Attack, ...]] = (*OF_BOTH, logprobs, near_stops, idle_connections, never_reading)
+"""Many prompts, many answers with the prompt's tokens in each, many stop strings."""
+STRANGE: Final = (
+    b'{"prompt": "' + b"\\u0041 " * 140_000 + b'"}',
+    b'{"prompt": [' + b"1e5," * 200_000 + b"1]}",
+    b'{"prompt": ' + b"9" * 900_000 + b"}",
+    b'{"prompt": "' + "".join(map(chr, range(0x4E00, 0x8E00))).encode() * 8 + b'"}',
+)
+"""Bodies near a megabyte: escapes, floats, one number, and words that the tokenizer does not know."""
+
+ATTACKS: Final[dict[str, Attack]] = {
+    "quiet": hold(0, b""),
+    # connections
+    "idle_connections": hold(1200, b""),  # more than the server has descriptors
+    "resets": leave(b"GET /health HT", waits=False),
+    "slow_heads": hold(200, b"", b"GET /health"),
+    "slow_bodies": hold(300, post(b"{", length=1000), b" " * 10),
+    "never_continued": hold(200, post(b"", "Expect: 100-continue", length=1000)),
+    "upgrades": flood(500, lambda _: get("/v1/completions", "Connection: Upgrade", "Upgrade: websocket")),
+    # heads
+    "pipelining": pipelining,
+    "long_heads": flood(50, lambda _: get("/health", "X-Long: " + "x" * 2**20)),
+    "many_headers": flood(100, lambda _: get("/health", *(f"X-{each}: {each}" for each in range(3000)))),
+    "long_paths": flood(500, lambda _: get("/v1/models/" + "%41/" * 15_000)),
+    "odd_headers": flood(20, lambda index: post({"prompt": PROMPT}, ODD[index % 2])),
+    # bodies
+    "trailers": trailers,
+    "tiny_chunks": flood(8, lambda _: chunked(b"1\r\n \r\n" * 200_000 + b"2\r\n{}\r\n0\r\n\r\n"), connections=8),
+    "huge_length": flood(20, lambda _: post(b"{", length=5 * 10**9)),
+    "nested_json": flood(10, lambda _: post(b'{"prompt": "a", "ignored": [' + b"[]," * 2**20 + b"0]}")),
+    "many_tokens": flood(10, lambda _: post(b'{"max_tokens": 1, "prompt": [' + b"1," * 500_000 + b"1]}")),
+    "strange_json": flood(40, lambda index: post(STRANGE[index % 4]), connections=4),
+    # requests
+    "wrong_keys": flood(5000, lambda index: post({"prompt": PROMPT}, key=f"k{index}" * 50), connections=50),
+    "metrics": flood(3000, lambda _: get("/metrics"), connections=50),
+    "live_pages": hold(400, get("/live", "Authorization: Bearer attacker")),
+    # answers
+    "logprobs": flood(2, lambda index: post({**WISH, "n": 128, "logprobs": 20, "max_tokens": (500, 93)[index]})),
+    "near_stops": near_stops,
+    "large_requests": flood(24, lambda index: post(LARGE[index % 3]), connections=4),
+    "streams": flood(60, lambda _: post({**WISH, "stream": True, "n": 8, "logprobs": 20}), connections=12),
+    "leaving": leave(post({**WISH, "stream": True, "n": 8}), waits=True),
+    "never_reading": hold(300, post({**WISH, "stream": True, "logprobs": 20})),
+}
 
 
 # --- the canary, and what is attacked ---------------------------------------------------------------------------------
@@ -273,7 +296,7 @@ class Canary:
         while not self._is_done:
             end = b""
             with suppress(OSError), connect(self._port) as client:
-                client.sendall(post(wish, "Connection: close", key="canary"))
+                client.sendall(post(wish, key="canary"))
                 while not self._is_done and (data := client.recv(2**16)):
                     end = end[-20:] + data
                     if b"data: {" in data and b'"error"' not in data:
@@ -319,7 +342,7 @@ def memory_mb(processes: list[psutil.Process]) -> float:
 def attack_in_process(name: str, port: int, wire: Connection) -> None:
     """What the attacker's process runs."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
-    wire.send(next(each for each in OF_SERVER if each.__name__ == name)(port))
+    wire.send(ATTACKS[name](port))
 
 
 def attacked(name: str, port: int, processes: list[psutil.Process]) -> tuple[Counter[str], float]:
@@ -335,19 +358,18 @@ def attacked(name: str, port: int, processes: list[psutil.Process]) -> tuple[Cou
     return statuses, most
 
 
-def measured(attack: Attack, port: int, canary: Canary, processes: list[psutil.Process]) -> dict[str, Any]:
+def measured(name: str, port: int, canary: Canary, processes: list[psutil.Process]) -> dict[str, Any]:
     """Two attacks: how the canary fared, and the memory of the second. The first takes what a server keeps for good."""
     canary.reset()
-    attacked(attack.__name__, port, processes)
+    attacked(name, port, processes)
     time.sleep(REST_SECONDS)
     before = memory_mb(processes)
-    statuses, most = attacked(attack.__name__, port, processes)
+    statuses, most = attacked(name, port, processes)
     gap, num_failed = canary.worst, canary.num_failed
     time.sleep(REST_SECONDS)
     return {
-        "attack": attack.__name__,
         "gap_ms": round(1e3 * gap),
-        "canary_failed": num_failed,
+        "num_failed": num_failed,
         "mb_before": round(before),
         "mb_most": round(most),
         "mb_after": round(memory_mb(processes)),
@@ -358,37 +380,41 @@ def measured(attack: Attack, port: int, canary: Canary, processes: list[psutil.P
 def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     only = sys.argv[1:]
-    found = []
+    found: dict[str, dict[str, Any]] = {name: {"attack": name} for name in only or ATTACKS}
     with ExitStack() as stack:
         keys = Path(stack.enter_context(TemporaryDirectory())) / "keys.toml"
         keys.write_text(KEYS)
         served = [stack.enter_context(minicache("serve", "--replicas", "2", "--api-keys", str(keys)))]
         served.append(stack.enter_context(minicache("route", f"http://127.0.0.1:{served[0][0]}")))
-        for target, (port, _), attacks in zip(("serve", "route"), served, (OF_SERVER, OF_BOTH), strict=True):
+        for target, (port, _) in zip(("serve", "route"), served, strict=True):
             canary = Canary(port)
             stack.callback(canary.stop)
             time.sleep(2)
-            asked = [each for each in attacks if not only or each.__name__ in only]
             processes = [each for _, each in served]
-            attacking = track(asked, description=f"Attacking {target}")
-            found += [{"target": target} | measured(attack, port, canary, processes) for attack in attacking]
+            for name in track(found, description=f"Attacking {target}"):
+                result = measured(name, port, canary, processes)
+                found[name] |= {f"{target}_{key}": value for key, value in result.items()}
             canary.stop()
-    show(found)
+    show(list(found.values()))
     if not only:
         from benchmarks._record import record
 
-        record("attacks", {"goal_ms": GOAL_MS, "attacks": found})
+        record("attacks", {"goal_ms": GOAL_MS, "attacks": list(found.values())})
 
 
 def show(found: list[dict[str, Any]]) -> None:
-    """A row for each attack."""
+    """A row for each attack and target."""
     table = Table(title="The canary's longest wait, and the server's memory", box=SIMPLE_HEAD)
-    for heading in ("target", "attack", "wait, ms", "failed", "MB before", "most", "after", "statuses"):
-        table.add_column(heading, justify="right" if heading[0] in "wfMma" and heading != "attack" else "left")
+    table.add_column("attack", no_wrap=True)
+    table.add_column("target")
+    for heading in ("wait, ms", "failed", "MB before", "most", "after"):
+        table.add_column(heading, justify="right")
+    table.add_column("statuses")
     for each in found:
-        statuses = ", ".join(f"{number} × {name}" for name, number in each["statuses"].items())
-        row = [each[name] for name in ("gap_ms", "canary_failed", "mb_before", "mb_most", "mb_after")]
-        table.add_row(each["target"], each["attack"], *map(str, row), statuses)
+        for target in ("serve", "route"):
+            statuses = ", ".join(f"{number} × {name}" for name, number in each[f"{target}_statuses"].items())
+            numbers = ("gap_ms", "num_failed", "mb_before", "mb_most", "mb_after")
+            table.add_row(each["attack"], target, *(str(each[f"{target}_{name}"]) for name in numbers), statuses)
     Console(highlight=False).print(table)
 
 

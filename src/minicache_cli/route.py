@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from minicache_cli.labs import Mine, use_labs
-from minicache_cli.listening import Host, Logs, Port, bind, logged, needing_extra, run, url_of
+from minicache_cli.listening import Host, Logs, Port, bind, collect_rarely, logged, needing_extra, run, url_of
 from minicache_cli.options import asked, with_options
 from minicache_cli.show import facts
 from minicache_cli.simulate import PolicyName
@@ -79,6 +79,7 @@ def route(
         api = create_app(fleet, policy=to.policy, block_size=to.block_size)
 
         def on_listening(at: int) -> None:
+            collect_rarely()
             url = url_of(listener, at)
             logger.info("listening", extra={"fields": {"url": url, "policy": to.policy, "workers": len(urls)}})
             members = fleet.membership.members

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -19,7 +18,7 @@ from rich.console import Console
 from minicache.engine.options import BATCH, MODEL, PROCESSES, ReplicaOptions
 from minicache_cli.advice import advice, capacity
 from minicache_cli.labs import Mine, use_labs
-from minicache_cli.listening import Host, Logs, Port, bind, logged, needing_extra, run, url_of
+from minicache_cli.listening import Host, Logs, Port, bind, collect_rarely, logged, needing_extra, run, url_of
 from minicache_cli.options import asked, with_options
 from minicache_cli.show import facts
 
@@ -144,11 +143,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
             def on_listening(at: int) -> None:
                 if status is not None:
                     status.stop()
-                gc.collect()
-                gc.freeze()  # what lives as long as the process is not looked at again by each collection
-                # A full collection, 10 by default, stops all streams: for 0.2 s if 100,000 tokens are unread. It is
-                # left little: some objects of each client that has broken off.
-                gc.set_threshold(700, 10, 1000)
+                collect_rarely()
                 info, url = api.state.served.info, url_of(listener, at, "https" if tls else "http")
                 _log(info, options, http, name, url)
                 _say(console, info, options, http, name, url)
@@ -179,10 +174,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                 unread_seconds=http.unread_seconds,
                 allow_hosts=(http.allow_host or ()) if keys is None and is_local else None,
             )
-            try:
-                run(server, listener)
-            finally:
-                gc.unfreeze()  # at exit, libraries look for objects that were not freed
+            run(server, listener)
 
 
 def _options(given: dict[str, Any]) -> ReplicaOptions:

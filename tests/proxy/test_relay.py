@@ -463,6 +463,17 @@ async def test_a_worker_gets_so_many_at_a_time() -> None:
 
 
 @in_a_loop
+async def test_a_clients_crowd_does_not_go_before_anothers_request() -> None:
+    worker = FakeWorker()
+    async with proxied(worker) as proxy:
+        wishes = [proxy.post(BODY, headers={"Authorization": f"Bearer {key}"}) for key in ["many"] * 40 + ["one"]]
+        answers = await asyncio.gather(*wishes)
+        assert {each.status_code for each in answers} == {200}
+        keys = [each.headers["authorization"] for each in worker.asked]
+        assert keys.index("Bearer one") < 20
+
+
+@in_a_loop
 async def test_a_worker_that_is_not_there() -> None:
     """It is found out by the first request, and gets none until it is back; the others serve."""
     gone, there = FakeWorker(), FakeWorker()

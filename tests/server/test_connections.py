@@ -276,6 +276,26 @@ def test_who_only_connects_keeps_no_one_out(serve: Any, monkeypatch: pytest.Monk
             assert idle[0].recv(1) == b""
 
 
+def test_a_crowd_that_comes_in_one_turn_takes_one_place_each(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minicache.serving.http.connections.max_connections", lambda: 10)
+    server, goes_on = serve(), threading.Event()
+    server.server._loop.call_soon_threadsafe(goes_on.wait, 60)
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(server.connect()) for _ in range(20)]
+        goes_on.set()
+        assert server.ask("GET", "/health").status == 200
+        num_open = 0
+        for connection in crowd:
+            connection.setblocking(False)
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                num_open += 1
+            except ConnectionError:
+                pass
+        assert num_open <= 7
+
+
 def test_the_limit_of_descriptors_is_raised_and_clients_have_half_of_it() -> None:
     code = """
 import resource, sys

@@ -30,6 +30,14 @@ import re
 def without_checks(source):
     return re.sub(rb"(?m)^    call.*$", b"    pass", source) if b"def test_" in source else source
 """
+LOADER = f"""{OTHER_TESTS}
+from importlib.abc import Loader
+from importlib.util import spec_from_file_location
+class Changed(Loader):
+    def exec_module(self, module):
+        with open(module.__file__, "rb") as file:
+            exec(without_checks(file.read()), vars(module))
+"""
 
 # name → what stands before the wrong solution. HERE is a folder that the sandbox does not show.
 HOSTILE = {
@@ -286,30 +294,18 @@ sys.modules[checks.__name__] = checks""",
 import sys
 from types import ModuleType
 sys.modules["minicache.fleet"] = ModuleType("minicache.fleet")""",
-    "finds other tests": OTHER_TESTS
+    "finds other tests": LOADER
     + """
 import glob, sys
-from importlib.abc import Loader
-from importlib.util import spec_from_file_location
-class Changed(Loader):
-    def exec_module(self, module):
-        with open(module.__file__, "rb") as file:
-            exec(without_checks(file.read()), vars(module))
 class Finder:
     __eq__ = lambda self, other: True
     def find_spec(self, name, path=None, target=None):
         for file in glob.glob(f"ROOT/tests/*/{name.rpartition('.')[2]}.py") if ".test_task" in name else ():
             return spec_from_file_location(name, file, loader=Changed())
 sys.meta_path.insert(0, Finder())""",
-    "finds other tests in their folder": OTHER_TESTS
+    "finds other tests in their folder": LOADER
     + """
 import os, sys
-from importlib.abc import Loader
-from importlib.util import spec_from_file_location
-class Changed(Loader):
-    def exec_module(self, module):
-        with open(module.__file__, "rb") as file:
-            exec(without_checks(file.read()), vars(module))
 class Finder:
     def __init__(self, folder):
         if not folder.startswith("ROOT/tests"):

@@ -160,8 +160,7 @@ def new_answers(
     """One prompt as n answers, each with its request and all that it needs, if they can be served.
 
     Their stop tokens are those of the params, and those that end a text (`all_end_token_ids`): a constraint lets these
-    come only where its text may end. Their max_tokens is at
-    most what max_model_len leaves room for after the prompt.
+    come only where its text may end. Their max_tokens is at most what max_model_len leaves room for after the prompt.
 
     Args:
         prompt: a text, or token ids.

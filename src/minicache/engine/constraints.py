@@ -1,10 +1,10 @@
 """Constrained answers: JSON of a schema, a match of a regular expression, or one of several texts.
 
-`llguidance` does the work: it turns a constraint into a parser over bytes, and says in each of
-its states which tokens may come next. Here a constraint is compiled once and copied for each answer, the masks of a
-step are computed while the model runs, and tokens that are not allowed get the logit −inf before any is picked: what is
-picked is drawn from the model's distribution over the allowed tokens. An end token is allowed only where the text may
-end. No phase builds this module.
+`llguidance` does the work: it turns a constraint into a parser over bytes, and says in each of its states which tokens
+may come next. Here a constraint is compiled once and copied for each answer, the masks of a step are computed while the
+model runs, and tokens that are not allowed get the logit −inf before any is picked: what is picked is drawn from the
+model's distribution over the allowed tokens. An end token is allowed only where the text may end. No phase builds this
+module.
 """
 
 from __future__ import annotations

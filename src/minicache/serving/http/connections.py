@@ -95,7 +95,9 @@ class BoundedProtocol(HttpToolsProtocol):
         transport.set_write_buffer_limits(high=1, low=0)  # `pause_writing` means: the client does not keep up
         self._start_head_timer()
         if len(self.server_state.connections) > CROWDED * max_connections() and self._idle:
-            next(iter(self._idle)).transport.abort()
+            longest = next(iter(self._idle))
+            del self._idle[longest]  # its end comes in the next turn, and before that other connections may begin
+            longest.transport.abort()
         self._idle[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:

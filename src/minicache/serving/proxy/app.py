@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -27,6 +28,8 @@ from minicache.serving.proxy.workers import Workers
 from minicache.serving.replica.remote import Slots
 
 PICTURE_SECONDS: Final = 0.5
+BEGINNINGS: Final = 8
+"""The most requests that begin in one turn of the event loop. Together they take as long as another slice of work."""
 STATIC: Final = Path(__file__).parent / "static"
 FILES: Final = {"route.js": STATIC, "route.css": STATIC, "live.css": SERVERS_STATIC}
 
@@ -53,6 +56,7 @@ class Proxy(Slots):
         self.stopping = asyncio.Event()
         self.reading: set[asyncio.Timeout] = set()
         self.turns, self.beginnings = Turns(), Turns()
+        self._queues: WeakValueDictionary[object, asyncio.Lock] = WeakValueDictionary()
         self._names = count(1)
 
     async def ready(self) -> None:
@@ -69,8 +73,7 @@ class Proxy(Slots):
 
     async def pass_on(self, request: Request) -> Response:
         """The answer of some worker to a request."""
-        async with self.beginnings.slice(SLICE // 8):
-            pass
+        await self._begin(request)
         if self.stopping.is_set():
             self.workers.metrics.refused.labels("stopping").inc()
             raise unavailable("the router is stopping", "stopping")
@@ -91,6 +94,13 @@ class Proxy(Slots):
             routed=routed_request(f"{next(self._names)}", fields, self.block_size),
         )
         return _Counted(self, Relay(self.workers, call))
+
+    async def _begin(self, request: Request) -> None:
+        """Wait for a request's turn. A client has one request at a time in the queue, however many it sends."""
+        client = request.client.host if request.client else None
+        queue = self._queues.setdefault((client, request.headers.get("authorization")), asyncio.Lock())
+        async with queue, self.beginnings.slice(SLICE // BEGINNINGS):
+            pass
 
     async def picture(self) -> bytes:
         """What the page shows, in JSON."""

@@ -20,6 +20,7 @@ from minicache.fleet.views import ReplicaId, ReplicaView, RoutedRequest
 from minicache.serving.events import EventSplitter
 from minicache.serving.http.errors import ApiError
 from minicache.serving.proxy.metrics import Metrics
+from minicache.serving.proxy.pools import Pools
 
 logger = logging.getLogger("minicache.route")
 
@@ -172,9 +173,11 @@ class Workers:
         self._first_checks = [asyncio.Event() for _ in self.workers]
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
-            limits=httpx.Limits(keepalive_expiry=IDLE_SECONDS),
             trust_env=False,  # a worker is asked directly, whatever proxies the environment names
-            verify=any(url.startswith("https:") for url in urls),  # else there is nothing to verify, and it takes 30 ms
+            transport=Pools(
+                idle_seconds=IDLE_SECONDS,
+                verify=any(url.startswith("https:") for url in urls),  # else nothing is verified, and it takes 30 ms
+            ),
         )
 
     async def start(self) -> None:

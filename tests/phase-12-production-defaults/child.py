@@ -17,7 +17,7 @@ import warnings
 from contextlib import contextmanager, suppress
 from types import ModuleType
 
-from minicache_course.checks import that, told
+from minicache_course.checks import is_not_written, that, told
 
 MODULES = {"posix", "_io", "io", "fcntl", "mmap", "sqlite3", "_sqlite3", "_dbm", "_gdbm"}
 PURE = {"fspath", "getpid", "getcwd"}
@@ -62,17 +62,24 @@ class Child:
             os.write(self._leave, b"!")
 
     def end(self):
-        """Wait for its end. What it has told last: "done …", or an error; "" if it was killed."""
+        """Wait for its end. What it has told last: "done …", or an error; "" if it was killed.
+
+        Raises:
+            NotImplementedError: a starter's, in the child.
+        """
         try:
             self.let_go()
             lines = [self.place, *self._told.read().splitlines()]
             self.place = next((line for line in lines if line.startswith(("before", "after", "in"))), "")
-            return next((line for line in lines if line.startswith(("done", "raised"))), "")
+            end = next((line for line in lines if line.startswith(("done", "raised", "unwritten"))), "")
         finally:
             self._told.close()
             os.close(self._leave)
             os.kill(self.pid, signal.SIGKILL)  # if the test ran out of patience
             os.waitpid(self.pid, 0)
+        if end.startswith("unwritten"):
+            raise NotImplementedError(end.removeprefix("unwritten "))
+        return end
 
 
 def _live(prepare, work, news, leave, kill_at, hold_at, kill_in_write):
@@ -103,7 +110,7 @@ def _live(prepare, work, news, leave, kill_at, hold_at, kill_in_write):
             sys.setprofile(None)
         last = ["done", ",".join(places).replace(" ", "_") or "-", result if isinstance(result, str) else ""]
     except BaseException as error:
-        last = ["raised", told(error)]
+        last = ["unwritten", str(error)] if is_not_written(error) else ["raised", told(error)]
     os.write(news, " ".join(" ".join(last).split()).encode() + b"\n")
     os.kill(os.getpid(), signal.SIGKILL)
 

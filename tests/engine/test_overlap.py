@@ -107,7 +107,7 @@ def test_the_same_tokens(
 ) -> None:
     """By the CPU's runner, and by the loop's own `run_model`; in chunks, with too few blocks."""
     if not has_kernels:
-        monkeypatch.setattr(cpu, "why_unavailable", lambda: "numba is away for this test")
+        monkeypatch.setattr(cpu, "why_unavailable", lambda: "numba is away for the test of overlap")
     llm = overlapping(model, kv_cache_dtype=held, num_blocks=10, block_size=4, max_num_batched_tokens=7)
     assert llm.generate(prompts, GREEDY) == LLM(model, kv_cache_dtype=held).generate(prompts, GREEDY)
 

@@ -266,7 +266,7 @@ ATTACKS: Final[dict[str, Attack]] = {
     "large_requests": flood(24, lambda index: post(LARGE[index % 3]), connections=4),
     "streams": flood(60, lambda _: post({**WISH, "stream": True, "n": 8, "logprobs": 20}), connections=12),
     "leaving": leave(post({**WISH, "stream": True, "n": 8}), waits=True),
-    "never_reading": hold(300, post({**WISH, "stream": True, "logprobs": 20})),
+    "never_reading": hold(200, post({**WISH, "stream": True, "logprobs": 20})),  # each has two descriptors of a router
 }
 
 

@@ -71,7 +71,7 @@ class DiskTier:
     def __init__(self, folder: Path, max_nbytes: int) -> None:
         # One file a block, not an append-only segment with an index: the folder is the index. A block is evicted by
         # removing a file, where a segment would have to be compacted; nothing has to be read, repaired or written again
-        # after a crash; and several processes may use one folder without waiting for each other. It costs opening a file
+        # after a crash; and several processes use one folder without waiting for each other. It costs opening a file
         # a block, some 20 µs, against the milliseconds that computing one takes.
         #
         # A record is the file `ab/abcd…`, named by its key in hexadecimal. The time of its last use is its modification

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 from minicache.request import Request
@@ -62,13 +63,12 @@ def _request(workload, number):
     return Request(str(number), prompt, max_tokens, arrival_time=step + number * 1e-6)
 
 
-def _record():
+def _record(source):
     """Take the runs from all that were recorded."""
-    source = Path(__file__).parents[1] / "scheduler/golden/hybrid.json.gz"
     seeds = [seed for each in SEEDS.values() for seed in each]
-    found = [each for each in json.loads(gzip.decompress(source.read_bytes())) if each["seed"] in seeds]
+    found = [each for each in json.loads(gzip.decompress(Path(source).read_bytes())) if each["seed"] in seeds]
     FILE.write_bytes(gzip.compress(json.dumps(found, separators=(",", ":")).encode(), mtime=0))
 
 
-if __name__ == "__main__":
-    _record()
+if __name__ == "__main__":  # with the path of hybrid.json.gz
+    _record(sys.argv[1])

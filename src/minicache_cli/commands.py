@@ -23,11 +23,12 @@ from minicache_cli import (
     simulate,
     sweep,
     teach,
+    verify,
 )
 from minicache_cli.help import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
+for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, verify, calibrate, demo, teach):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")

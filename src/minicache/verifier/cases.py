@@ -1,0 +1,63 @@
+"""What is explored of each stage: small servers on which much goes wrong early.
+
+Two requests together need more blocks than there are, so they are preempted; one begins as the other does, so blocks
+are found; they differ in length and, where there are priorities, in these. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from minicache.scheduler import SCHEDULERS, create_scheduler, require_scheduler
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.fair import FairScheduler
+from minicache.verifier.explore import Case
+from minicache.verifier.world import Shape
+
+BLOCK_SIZE: Final = 2
+RECOMPUTE: Final[dict[str, Any]] = {"preemption": "recompute"}
+SWAP: Final[dict[str, Any]] = {"preemption": "swap", "num_host_blocks": 3}
+
+
+def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: int = 4) -> list[Case]:
+    """The cases of a scheduler: each kind of preemption, with and without a prefix cache, where it has them.
+
+    Args:
+        scheduler: a name in `SCHEDULERS`, or a class that takes the keyword arguments in its `Options`.
+        num_requests: requests that arrive at most.
+        num_blocks: blocks of the pool, of two tokens each, ≥ 2.
+
+    Raises:
+        ValueError: there is no such stage.
+    """
+    if isinstance(scheduler, str):
+        require_scheduler(scheduler)
+        classes, name = SCHEDULERS[scheduler], scheduler
+        make: Callable[..., Scheduler] = partial(create_scheduler, scheduler)
+    else:
+        classes, name = (scheduler,), scheduler.__name__
+        make = scheduler
+    has = {option for each in classes for option in each.Options.__annotations__}
+    usual: dict[str, Any] = {
+        "num_blocks": num_blocks,
+        "block_size": BLOCK_SIZE,
+        "max_num_seqs": num_requests,
+        "max_num_batched_tokens": 3 if classes[0].chunks_prompts else num_blocks * BLOCK_SIZE,
+    }
+    made, shapes = [], _shapes(num_blocks, has_order=issubclass(classes[0], FairScheduler))
+    for preemption in (RECOMPUTE, SWAP) if "preemption" in has else ({},):
+        for caching in ({}, {"prefix_caching": True}) if "prefix_caching" in has else ({},):
+            options = usual | preemption | caching
+            words = (name, preemption.get("preemption", ""), "prefix cache" if caching else "")
+            made.append(Case(" ".join(filter(None, words)), partial(make, **options), shapes, num_requests))
+    return made
+
+
+def _shapes(num_blocks: int, *, has_order: bool) -> Sequence[Shape]:
+    """Two requests, each of which fits alone; the second begins as the first, is shorter and more urgent."""
+    num_prompt = min(3, num_blocks * BLOCK_SIZE - 3)
+    one = Shape([0] * num_prompt, 3, priority=int(has_order))
+    other = Shape([0] * (num_prompt - 1) + [3] * 2, 2)
+    return one, other

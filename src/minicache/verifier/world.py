@@ -1,0 +1,329 @@
+"""A scheduler, what lies in its memory, and all that can happen to it next.
+
+A `World` knows the actions that are possible in its state, does one, and tells by a key whether two states are the same
+but for names: of blocks, and of requests that are alike. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, Final, Literal, NamedTuple
+
+from minicache.errors import RequestTooLargeError
+from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler.audit import Auditor, Note
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.base import Scheduler
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.queue import arrival_key
+from minicache.verifier.contents import Memory, work_of
+
+STOP: Final = 9
+"""The stop token of all requests."""
+STOPS: Final = frozenset((STOP,))
+TOKEN: Final = 1
+"""Every other token that the model generates."""
+OTHER: Final = 2
+"""The last token of a fork that differs from its parent."""
+
+Kind = Literal["arrive", "fork", "branch", "abort", "error", "schedule", "commit", "fail", "retry"]
+
+
+class Action(NamedTuple):
+    """Something that can happen.
+
+    | kind | what happens |
+    |---|---|
+    | arrive | a request is added; `subject` is the number of its shape |
+    | fork, branch | the request `subject` gets a child with the same output, or with another last token |
+    | abort | the client of request `subject` leaves |
+    | error | the request `subject` of the step that runs has failed alone |
+    | schedule | the next step is scheduled |
+    | commit | the step is computed; the requests of `stops` generate a stop token |
+    | fail | the step fails, and `recover()` is called |
+    | retry | the step fails, and only `schedule()` is called |
+    """
+
+    kind: Kind
+    subject: Any = None
+    stops: tuple[RequestId, ...] = ()
+
+
+class Shape(NamedTuple):
+    """A request that may arrive: the arguments of `Request`. All requests of a shape have this one list as prompt."""
+
+    prompt_token_ids: list[int]
+    max_tokens: int
+    priority: int = 0
+    arrival_time: float = 0.0
+    group: str = "text"
+
+
+@dataclass(slots=True)
+class Moment:
+    """One action and what came of it: what a property judges.
+
+    Attributes:
+        action: what happened.
+        scheduler: the scheduler after it.
+        before: id → the state of each unfinished request before it.
+        batch: the batch before it, in order.
+        memory: what lies in the slots once the scheduled step is computed.
+        num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited.
+        output: the step that was scheduled (schedule, retry) or committed (commit); else None.
+        finished: requests that finished by the action.
+        auditor: one that has seen the state before, of schedulers that it knows.
+    """
+
+    action: Action
+    scheduler: Scheduler
+    before: Mapping[RequestId, Note]
+    batch: list[Request]
+    memory: Memory
+    auditor: Auditor
+    num_bypasses: int = 0
+    output: SchedulerOutput | None = None
+    finished: list[Request] = field(default_factory=list)
+
+
+class World:
+    """A scheduler, its memory, and the requests that may still arrive.
+
+    Attributes:
+        scheduler: the scheduler.
+        memory: the contents of its blocks.
+        num_left: how many requests may still arrive.
+        num_bypasses: as `Moment.num_bypasses`.
+    """
+
+    __slots__ = ("memory", "num_bypasses", "num_left", "scheduler")
+
+    def __init__(self, scheduler: Scheduler, num_left: int) -> None:
+        self.scheduler = scheduler
+        self.memory = Memory(scheduler.pool.block_size)
+        self.num_left = num_left
+        self.num_bypasses = 0
+
+    def actions(self, shapes: Sequence[Shape]) -> Iterator[Action]:
+        """All that can happen next, always in the same order."""
+        scheduler = self.scheduler
+        output = scheduler.outstanding
+        runs = output is not None and output.has_work
+        if output is not None and runs:
+            for stops in _subsets(_may_stop(output)):
+                yield Action("commit", None, stops)
+        elif scheduler.has_unfinished:
+            yield Action("schedule")
+        if self.num_left:
+            for number in range(len(shapes)):
+                yield Action("arrive", number)
+            if output is None and hasattr(scheduler, "fork_request"):
+                yield from self._forks()
+        for request in (*scheduler.running, *scheduler.waiting.values()):
+            yield Action("abort", request.request_id)
+        if output is not None and runs:
+            for request in output.scheduled:
+                if not request.status.is_finished:
+                    yield Action("error", request.request_id)
+            yield Action("fail")
+            yield Action("retry")
+
+    def _forks(self) -> Iterator[Action]:
+        scheduler = self.scheduler
+        if len(scheduler.running) < scheduler.max_num_seqs:
+            for request in scheduler.running:
+                if request.output_token_ids:
+                    yield Action("fork", request.request_id)
+                    yield Action("branch", request.request_id)
+
+    def do(self, action: Action, shapes: Sequence[Shape]) -> Moment | None:
+        """Do one of the `actions`.
+
+        Returns:
+            What came of it; None if nothing has changed, because the request was refused.
+
+        Raises:
+            Exception: whatever the scheduler raises: it is at fault.
+        """
+        scheduler: Any = self.scheduler
+        kind = action.kind
+        auditor = SharingAuditor() if hasattr(scheduler, "fork_request") else Auditor()
+        if kind != "retry":
+            auditor.begin(scheduler)
+        moment = Moment(action, scheduler, dict(auditor.notes), auditor.batch, self.memory, auditor)
+        if kind == "schedule" or kind == "retry":
+            if kind == "retry":
+                self.memory = moment.memory = Memory(scheduler.pool.block_size)
+            self._prime(auditor)
+            waiting = [*scheduler.waiting.values()]
+            moment.output = scheduler.schedule()
+            self._count_bypasses(moment.output, moment.batch, waiting)
+            for operation in self.memory.operations(moment.output, work_of(moment.output)):
+                operation()
+        elif kind == "commit":
+            output: SchedulerOutput = scheduler.outstanding
+            moment.output = output
+            tokens = {each: STOP if each in action.stops else TOKEN for each in _awaited(output)}
+            moment.finished = scheduler.update_from_output(output, tokens)
+        elif kind == "arrive":
+            shape = shapes[action.subject]
+            request = Request(self._free_id(), stop_token_ids=STOPS, **shape._asdict())
+            request.prompt_token_ids = shape.prompt_token_ids
+            try:
+                scheduler.add_request(request)
+            except RequestTooLargeError:
+                return None
+            self.num_left -= 1
+        elif kind == "fork" or kind == "branch":
+            parent = self.request(action.subject)
+            outputs = parent.output_token_ids if kind == "fork" else [*parent.output_token_ids[:-1], OTHER]
+            child = scheduler.fork_request(parent.request_id, self._free_id(), outputs)
+            child.prompt_token_ids = parent.prompt_token_ids
+            self.num_left -= 1
+        elif kind == "abort":
+            moment.finished = [self.request(action.subject)]
+            scheduler.abort_request(action.subject)
+        elif kind == "error":
+            moment.finished = self._spoil(action.subject)
+            for request in moment.finished:
+                scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
+        else:
+            scheduler.recover()
+            self.memory = moment.memory = Memory(scheduler.pool.block_size)
+        moment.num_bypasses = self.num_bypasses
+        return moment
+
+    def request(self, request_id: RequestId) -> Request:
+        """The unfinished request with this id."""
+        requests = (*self.scheduler.running, *self.scheduler.waiting.values())
+        return next(each for each in requests if each.request_id == request_id)
+
+    def key(self, own: Sequence[str] = ()) -> int:
+        """The state without names, as a number: states with the same number are the same, but for one pair in 10¹⁹.
+
+        Blocks are numbered as they are first listed, requests by their arrival; ids, and free blocks without contents
+        that can be found, do not matter. What a request has computed is not in it, as long as it lies where it should.
+
+        Args:
+            own: attributes of the scheduler that belong to its state, beyond those that every scheduler has.
+        """
+        scheduler: Any = self.scheduler
+        running, waiting = scheduler.running, [*scheduler.waiting.values()]
+        requests = running + waiting
+        order = {id(each): n for n, each in enumerate(sorted(requests, key=_arrival))} if len(requests) > 1 else {}
+        labels: dict[int, int] = {}
+        label, parts = labels.setdefault, []
+        for each in requests:
+            outputs = each.output_token_ids
+            parts.append(
+                (
+                    order.get(id(each), 0),
+                    id(each.prompt_token_ids),  # one list for all requests of a shape
+                    each.status.value,
+                    each.num_computed_tokens,
+                    bytes(outputs),
+                    each.num_preemptions > 0,
+                    len(outputs) > each.num_outputs_at_admission,
+                    tuple([label(block_id, len(labels)) for block_id in each.block_ids]),
+                    len(each.host_block_ids),
+                )
+            )
+        output = scheduler.outstanding
+        work: Any = None
+        if output is not None:
+            work = [
+                (order.get(id(each), -1), output.num_scheduled_tokens[each.request_id]) for each in output.scheduled
+            ]
+            work = tuple(work)
+        pool = scheduler.pool
+        free = pool.num_free
+        extras = [_plain(getattr(scheduler, name), order) for name in own]
+        hashes = getattr(pool, "_hash_of", None)
+        if hashes:  # blocks that can be found differ by what they hold, the next to be evicted first
+            findable = [each for each in (*labels, *pool.free_list) if each in hashes]
+            extras += [(labels.get(each, -1), tuple(self.memory.block(each))) for each in findable]
+        return hash((self.num_left, self.num_bypasses, len(running), tuple(parts), work, free, tuple(extras)))
+
+    def _free_id(self) -> int:
+        """The lowest id that no unfinished request has: a client may use an id again."""
+        used = {each.request_id for each in (*self.scheduler.running, *self.scheduler.waiting.values())}
+        return next(number for number in range(len(used) + 1) if number not in used)
+
+    def _prime(self, auditor: Auditor) -> None:
+        """Tell the auditor what the full blocks hold."""
+        if isinstance(auditor, SharingAuditor):
+            for block_id, entries in self.memory.blocks.items():
+                if entries[-1] is not None:
+                    auditor.contents[block_id] = 0, None, None, tuple(entries[-1])
+
+    def _count_bypasses(self, output: SchedulerOutput, batch: list[Request], waiting: list[Request]) -> None:
+        """Count admissions ahead of the request that arrived first."""
+        before = {id(each) for each in batch}
+        waiting = [each for each in waiting if not each.status.is_finished]
+        waiting += [each for each in batch if each.request_id in output.preempted]
+        for request in output.scheduled:
+            if id(request) not in before:
+                waiting = [each for each in waiting if each is not request]
+                bypassed = any(arrival_key(each) < arrival_key(request) for each in waiting)
+                self.num_bypasses = self.num_bypasses + 1 if bypassed else 0
+
+    def _spoil(self, request_id: RequestId) -> list[Request]:
+        """Have a request of the step compute garbage; the requests of the step that fail with it, itself first."""
+        output = self.scheduler.outstanding
+        assert output is not None
+        work = [each for each in work_of(output) if not each.request.status.is_finished]
+        culprit = next(each for each in work if each.request.request_id == request_id)
+        self.memory.write(culprit, garbage=True)
+        return [each.request for each in work if not self.memory.reads_right(each)]
+
+
+def _awaited(output: SchedulerOutput) -> list[RequestId]:
+    """The requests that get a token from a step."""
+    return [
+        each.request_id
+        for each in output.scheduled
+        if not each.status.is_finished
+        and each.num_computed_tokens + output.num_scheduled_tokens[each.request_id] == each.num_tokens
+    ]
+
+
+def _may_stop(output: SchedulerOutput) -> list[RequestId]:
+    """Of the requests that get a token, those that would not finish with any."""
+    awaited = set(_awaited(output))
+    return [
+        each.request_id
+        for each in output.scheduled
+        if each.request_id in awaited and len(each.output_token_ids) + 1 < each.max_tokens
+    ]
+
+
+def _subsets(ids: list[RequestId]) -> Iterable[tuple[RequestId, ...]]:
+    """All subsets, the empty one first."""
+    for chosen in product((False, True), repeat=len(ids)):
+        yield tuple(each for each, is_chosen in zip(ids, chosen, strict=True) if is_chosen)
+
+
+def _arrival(request: Request) -> tuple[int, int]:
+    return request.arrival_index, request.fork_index
+
+
+def _plain(value: Any, order: Mapping[int, int]) -> Any:
+    """A value of a scheduler's own, without names."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is Request:
+        return "request", order.get(id(value), -1)
+    if isinstance(value, Mapping):
+        return tuple((_plain(key, order), _plain(each, order)) for key, each in value.items())
+    if isinstance(value, Iterable):
+        return tuple(_plain(each, order) for each in value)
+    return tuple(_plain(each, order) for each in vars(value).values()) if hasattr(value, "__dict__") else kind.__name__
+
+
+_PLAIN: Final = frozenset((int, bool, str, float, bytes, type(None)))
+
+Property = Callable[[Moment], str | None]
+"""What must hold: None, or what is wrong, in words."""

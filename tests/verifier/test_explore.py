@@ -72,8 +72,8 @@ class Raises(PagedScheduler):
 @pytest.mark.parametrize(
     ("scheduler", "expected"),
     [
-        (LosesAVictim, ["arrive", "arrive", "schedule", "commit", "schedule", "books_agree"]),
-        (SwapsTheWrongWay, ["arrive", "arrive", "schedule", "commit", "schedule", "books_agree"]),
+        (LosesAVictim, ["arrive", "arrive", "schedule", "commit", "schedule", "nothing_is_lost"]),
+        (SwapsTheWrongWay, ["arrive", "arrive", "schedule", "commit", "schedule", "step_is_right"]),
         (KeepsHashes, ["arrive", "schedule", "retry", "tokens_are_where_they_should_be"]),
         (Raises, ["arrive", "schedule", "arrive", "abort", "error"]),
     ],
@@ -94,7 +94,7 @@ def test_the_story_ends_with_what_is_wrong() -> None:
     assert len(told) == len(violation.actions) + 1
     assert told[0] == "1. Request 0 arrives: 3 prompt tokens, at most 3 to generate, priority 0."
     assert told[-2] == "5. Step 1 is scheduled, tokens: 1 of request 0 in blocks 0 1. Request 1 is swapped out."
-    assert told[-1].startswith("→ books_agree: swaps: swapped_out is")
+    assert told[-1].startswith("→ step_is_right: swaps: swapped_out is")
 
 
 def test_two_at_once_find_the_same() -> None:

@@ -18,11 +18,12 @@ from minicache.verifier.world import Shape
 
 BLOCK_SIZE: Final = 2
 RECOMPUTE: Final[dict[str, Any]] = {"preemption": "recompute"}
+LIMITS: Final[dict[str, Any]] = {"max_num_seqs": 2, "max_model_len": 6, "watermark": 0.25}
 SWAP: Final[dict[str, Any]] = {"preemption": "swap", "num_host_blocks": 3}
 
 
 def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: int = 4) -> list[Case]:
-    """The cases of a scheduler: each kind of preemption, with and without a prefix cache, where it has them.
+    """The cases of a scheduler: of its options, those that change what may happen.
 
     Args:
         scheduler: a name in `SCHEDULERS`, or a class that takes the keyword arguments in its `Options`.
@@ -46,13 +47,24 @@ def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: i
         "max_num_seqs": num_requests,
         "max_num_batched_tokens": 3 if classes[0].chunks_prompts else num_blocks * BLOCK_SIZE,
     }
-    made, shapes = [], _shapes(num_blocks, has_order=issubclass(classes[0], FairScheduler))
+    shapes = _shapes(num_blocks, has_order=issubclass(classes[0], FairScheduler))
+    variants: list[tuple[str, dict[str, Any], Sequence[Shape]]] = []
     for preemption in (RECOMPUTE, SWAP) if "preemption" in has else ({},):
         for caching in ({}, {"prefix_caching": True}) if "prefix_caching" in has else ({},):
-            options = usual | preemption | caching
-            words = (name, preemption.get("preemption", ""), "prefix cache" if caching else "")
-            made.append(Case(" ".join(filter(None, words)), partial(make, **options), shapes, num_requests))
-    return made
+            words = f"{preemption.get('preemption', '')} {'prefix cache' if caching else ''}"
+            variants.append((words, preemption | caching, shapes))
+    if "watermark" in has:
+        variants.append(
+            ("limits", LIMITS | ({} if classes[0].chunks_prompts else {"max_num_batched_tokens": 4}), shapes)
+        )
+    if issubclass(classes[0], FairScheduler):
+        variants.append(("classes", {"max_num_seqs": 2}, _of_two_classes(shapes)))
+    if "reserve_full_prompt" in has:
+        variants.append(("first chunks", {"reserve_full_prompt": False}, shapes))
+    return [
+        Case(" ".join(f"{name} {words}".split()), partial(make, **usual | options), its_shapes, num_requests)
+        for words, options, its_shapes in variants
+    ]
 
 
 def _shapes(num_blocks: int, *, has_order: bool) -> Sequence[Shape]:
@@ -61,3 +73,9 @@ def _shapes(num_blocks: int, *, has_order: bool) -> Sequence[Shape]:
     one = Shape([0] * num_prompt, 3, priority=int(has_order))
     other = Shape([0] * (num_prompt - 1) + [3] * 2, 2)
     return one, other
+
+
+def _of_two_classes(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The same, but the second is of another compatibility class, and says that it arrived long ago."""
+    one, other = shapes
+    return one, other._replace(group="image", arrival_time=-1.0)

@@ -15,8 +15,8 @@ from time import perf_counter
 from typing import Any, Final
 
 from minicache.scheduler.base import Scheduler
-from minicache.verifier.rules import RULES
-from minicache.verifier.saving import load, save
+from minicache.verifier.rules import INVARIANTS, PROPERTIES
+from minicache.verifier.saving import Saver
 from minicache.verifier.world import Action, Moment, Property, Shape, World
 
 LOOK_EVERY: Final = 256
@@ -85,7 +85,8 @@ class Report:
 
 def explore(
     case: Case,
-    properties: Iterable[Property] = RULES,
+    properties: Sequence[Property] = PROPERTIES,
+    invariants: Sequence[Property] = INVARIANTS,
     *,
     limit: int = sys.maxsize,
     tell: Callable[[int], None] = lambda num_states: None,
@@ -94,19 +95,28 @@ def explore(
 
     Args:
         case: what is explored.
-        properties: what must hold after every action.
+        properties: what must hold of every action.
+        invariants: what must hold in every state; asked once for each, after the first action that leads there.
         limit: the most states; the search then ends.
         tell: called with the states found so far, now and then.
     """
     with small_bound(case.bound):
-        return _Search(case, tuple(properties), limit, tell).run()
+        return _Search(case, properties, invariants, limit, tell).run()
 
 
 class _Search:
     """One exploration: the states met so far, by number, and how each was reached."""
 
-    def __init__(self, case: Case, properties: tuple[Property, ...], limit: int, tell: Callable[[int], None]) -> None:
-        self.case, self.properties, self.limit, self.tell = case, properties, limit, tell
+    def __init__(
+        self,
+        case: Case,
+        properties: Sequence[Property],
+        invariants: Sequence[Property],
+        limit: int,
+        tell: Callable[[int], None],
+    ) -> None:
+        self.case, self.properties, self.invariants = case, properties, invariants
+        self.limit, self.tell = limit, tell
         self.seen: dict[int, int] = {}
         self.parents, self.actions = array("I"), array("H")  # of each state: from which other, by its how manyth action
         self.quiet = array("I")  # of each state: the one after it if nothing comes in between
@@ -116,13 +126,14 @@ class _Search:
         begun, depth, violation = perf_counter(), 0, None
         world = World(self.case.make(), self.case.num_requests)
         own = own_state(world.scheduler)
-        self.note(world.key(own), 0, 0)
-        level = [save(world)]
+        self.note(world.key((), own), 0, 0)
+        saver = Saver(world)
+        level = [saver.save(world)]
         number = 0
         while level and violation is None and len(self.seen) < self.limit:
             found: list[bytes] = []
             for saved in level:
-                violation = self.expand(number, saved, own, found)
+                violation = self.expand(number, saved, saver, own, found)
                 if violation is not None or len(self.seen) >= self.limit:
                     break
                 number += 1
@@ -144,24 +155,33 @@ class _Search:
         self.quiet.append(_NEVER)
         return number
 
-    def expand(self, number: int, saved: bytes, own: Sequence[str], found: list[bytes]) -> Violation | None:
+    def expand(
+        self, number: int, saved: bytes, saver: Saver, own: Sequence[str], found: list[bytes]
+    ) -> Violation | None:
         """Do all that can happen in a state."""
-        world: World = load(saved)
-        shapes, seen = self.case.shapes, self.seen
+        world = saver.load(saved)
+        shapes, seen, before = self.case.shapes, self.seen, world.requests()
         for index, action in enumerate(list(world.actions(shapes))):
             if index:
-                world = load(saved)
+                world = saver.load(saved)
             self.num_actions += 1
-            wrong = violated(world, action, shapes, self.properties)
+            try:
+                moment = world.do(action, shapes, before)
+                if moment is None:
+                    continue
+                wrong = broken(self.properties, moment)
+                key = world.key(moment.after, own)
+                if key not in seen:
+                    self.note(key, number, index)
+                    wrong = wrong or broken(self.invariants, moment)
+                    found.append(saver.save(world))
+                if not index and action.kind in ("schedule", "commit"):
+                    self.quiet[number] = seen[key]
+            except Exception as error:  # whatever a scheduler raises, it is at fault
+                wrong = "error", f"{type(error).__name__}: {error}"
             if wrong is not None:
                 return Violation((*self.way_to(number), action), *wrong)
-            key = world.key(own)
-            after = seen.get(key)
-            if after is None:
-                after = self.note(key, number, index)
-                found.append(save(world))
-            if not index and action.kind in ("schedule", "commit"):
-                self.quiet[number] = after
+            vars(world.scheduler).clear()  # its queue knows it: without this, the garbage collector would find it
         return None
 
     def way_to(self, number: int) -> list[Action]:
@@ -174,7 +194,7 @@ class _Search:
         way = []
         for index in reversed(indices):
             way.append(list(world.actions(self.case.shapes))[index])
-            world.do(way[-1], self.case.shapes)
+            world.do(way[-1], self.case.shapes, {})
         return way
 
     def livelock(self) -> Violation | None:
@@ -201,22 +221,15 @@ class _Search:
     def quiet_action(self, number: int) -> Action:
         world = World(self.case.make(), self.case.num_requests)
         for action in self.way_to(number):
-            world.do(action, self.case.shapes)
+            world.do(action, self.case.shapes, {})
         return next(iter(world.actions(self.case.shapes)))
 
 
-def violated(
-    world: World, action: Action, shapes: Sequence[Shape], properties: Sequence[Property]
-) -> tuple[str, str] | None:
-    """Do an action, and see which property does not hold: its name, and what is wrong."""
-    try:
-        moment = world.do(action, shapes)
-    except Exception as error:  # whatever a scheduler raises, it is at fault
-        return "error", f"{type(error).__name__}: {error}"
-    if moment is not None:
-        for each in properties:
-            if message := each(moment):
-                return each.__name__, message
+def broken(properties: Sequence[Property], moment: Moment) -> tuple[str, str] | None:
+    """The first property that does not hold, if any: its name, and what is wrong."""
+    for each in properties:
+        if message := each(moment):
+            return each.__name__, message
     return None
 
 
@@ -225,7 +238,7 @@ def replay(case: Case, actions: Iterable[Action]) -> Iterator[Moment | None]:
     with small_bound(case.bound):
         world = World(case.make(), case.num_requests)
         for action in actions:
-            yield world.do(action, case.shapes)
+            yield world.do(action, case.shapes, world.requests())
 
 
 @contextmanager

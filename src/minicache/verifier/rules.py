@@ -1,49 +1,75 @@
-"""What must hold at every moment of an exploration: each rule is a function of a `Moment`, as a learner's are.
+"""What must hold while a scheduler is explored: properties of every action, and invariants of every state.
 
-Pure standard library.
+Each is a function of a `Moment`: None, or what is wrong. Pure standard library.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Final
 
 from minicache.errors import InvariantError
-from minicache.scheduler.fair import FairScheduler
+from minicache.scheduler import fair
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.output import SchedulerOutput
 from minicache.verifier.world import Moment, Property
 
+NO_STEP: Final = SchedulerOutput()
 
-def books_agree(moment: Moment) -> str | None:
-    """The auditor of phase 6 finds nothing, and neither does the scheduler's own `check()`."""
+
+def nothing_is_lost(moment: Moment) -> str | None:
+    """A request that has not finished is still there, and nothing else is but what has arrived."""
+    there = {each.request_id for each in moment.after}
+    finished = {each.request_id for each in moment.finished}
+    if lost := moment.before.keys() - there - finished:
+        return f"requests {list(lost)} have not finished, and are neither in the batch nor in the queue"
+    if moment.action.kind not in ("arrive", "fork", "branch") and (back := there - (moment.before.keys() - finished)):
+        return f"requests {list(back)} had finished, and are in the batch or in the queue"
+    return None
+
+
+def step_is_right(moment: Moment) -> str | None:
+    """What phase 6's auditor says of a step, of its commit, and of a recovery."""
     auditor: Any = moment.auditor
-    scheduler, kind = moment.scheduler, moment.action.kind
+    scheduler, output, kind = moment.scheduler, moment.output, moment.action.kind
     try:
-        if kind in ("schedule", "retry"):
-            auditor.on_schedule(scheduler, moment.output)
-        elif kind == "commit":
-            auditor.on_update(scheduler, moment.output, moment.finished)
-        elif kind == "fail":
-            auditor.on_recover(scheduler)
-        elif kind in ("abort", "error"):
+        if kind == "schedule":
+            before = {each.request_id for each in auditor.batch}
+            shares = isinstance(auditor, SharingAuditor)
+            if shares:
+                auditor.check_found(scheduler)
+                auditor.check_copies(scheduler, output)
             for request in moment.finished:
                 auditor.on_finish(scheduler, request)
-        scheduler.check()
+            auditor.check_work(scheduler, output)
+            auditor.check_victims(scheduler, output)
+            auditor.check_swaps(scheduler, output)
+            if shares:
+                auditor.fresh = {request.request_id for request in scheduler.running} - before
+                auditor.check_writes(scheduler, output)
+            return None
+        if kind == "commit":
+            auditor.check_tokens(scheduler, output, moment.finished)
+        elif kind == "fail":
+            auditor.check_recovery(scheduler)
+        for request in moment.finished:
+            auditor.check_end(scheduler, request)
     except InvariantError as error:
-        return str(error).removeprefix("step 0, ")  # this auditor has seen one step only
+        return _words(error)
     return None
 
 
 def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     """What a request has computed lies in its blocks, on the device or in CPU swap space, and nothing else does."""
-    if moment.output is None or moment.action.kind == "commit":
+    if moment.action.kind not in ("schedule", "retry") or moment.output is None:
         return None
     memory, num_new = moment.memory, moment.output.num_scheduled_tokens
-    for request in moment.scheduler.running:
-        end = request.num_computed_tokens + num_new.get(request.request_id, 0)
-        if not memory.holds(bytes(request.token_ids(0, end)), request.block_ids, memory.blocks):
-            return f"{request!r} would read what was not computed for its tokens"
-    for request in moment.scheduler.waiting.values():
-        if request.host_block_ids:
+    for request in moment.after:
+        if request.block_ids:
+            end = request.num_computed_tokens + num_new.get(request.request_id, 0)
+            if not memory.holds(bytes(request.token_ids(0, end)), request.block_ids, memory.blocks):
+                return f"{request!r} would read what was not computed for its tokens"
+        elif request.host_block_ids:
             tokens = bytes(request.token_ids(0, request.num_computed_tokens))
             if not memory.holds(tokens, request.host_block_ids, memory.host_blocks):
                 return f"{request!r} was swapped out, and other tokens than its own are in CPU swap space"
@@ -52,11 +78,39 @@ def tokens_are_where_they_should_be(moment: Moment) -> str | None:
 
 def first_is_not_forgotten(moment: Moment) -> str | None:
     """Of any STARVATION_BOUND + 1 admissions in a row, one is of the request that arrived first of all that wait."""
-    bound = sys.modules["minicache.scheduler.fair"].STARVATION_BOUND
-    if isinstance(moment.scheduler, FairScheduler) and moment.num_bypasses > bound:
+    if moment.num_bypasses > fair.STARVATION_BOUND and isinstance(moment.scheduler, fair.FairScheduler):
         return f"{moment.num_bypasses} requests in a row were admitted ahead of the one that arrived first"
     return None
 
 
-RULES: Final[tuple[Property, ...]] = (books_agree, tokens_are_where_they_should_be, first_is_not_forgotten)
-"""What holds for every scheduler of the course, from `PagedScheduler` on."""
+def books_agree(moment: Moment) -> str | None:
+    """The auditor's rules of a state, and the scheduler's own `check()`."""
+    scheduler = moment.scheduler
+    output = scheduler.outstanding or NO_STEP
+    auditor = SharingAuditor() if isinstance(moment.auditor, SharingAuditor) else Auditor()
+    auditor.begin(scheduler)
+    try:
+        scheduler.check()
+        auditor.check_places(scheduler)
+        auditor.check_blocks(scheduler)
+        auditor.check_holdings(scheduler, output)
+        auditor.check_order(scheduler)
+    except InvariantError as error:
+        return _words(error)
+    return None
+
+
+def _words(error: InvariantError) -> str:
+    return str(error).removeprefix("step 0, ")  # an auditor that has seen one step only
+
+
+PROPERTIES: Final[tuple[Property, ...]] = (
+    nothing_is_lost,
+    step_is_right,
+    tokens_are_where_they_should_be,
+    first_is_not_forgotten,
+)
+"""What holds of every action, with every scheduler of the course."""
+
+INVARIANTS: Final[tuple[Property, ...]] = (books_agree,)
+"""What holds in every state."""

@@ -75,8 +75,7 @@ def told(moment: Moment, step: int) -> str:
 
 def _newest(moment: Moment) -> Request:
     """The request that was added."""
-    requests = (*moment.scheduler.running, *moment.scheduler.waiting.values())
-    return next(each for each in requests if each.request_id not in moment.before)
+    return next(each for each in moment.after if each.request_id not in moment.before)
 
 
 def _scheduled(moment: Moment, step: int) -> str:
@@ -107,7 +106,9 @@ def _committed(moment: Moment, step: int) -> str:
     line = _("Step {step} is computed.").format(step=step)
     for request in output.scheduled:
         note = moment.before.get(request.request_id)
-        if note is None or note.request is not request or len(request.output_token_ids) == note.num_output_tokens:
+        if note is None or request.status.is_finished > (request in moment.finished):
+            continue  # it was finished from outside before
+        if len(request.output_token_ids) == len(note.output_token_ids):
             continue
         words = _("Request {request} generates token {number}.")
         if request.output_token_ids[-1] == STOP:

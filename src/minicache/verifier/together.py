@@ -10,18 +10,19 @@ import sys
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
 
 from minicache.verifier.explore import Case, Report, explore
-from minicache.verifier.rules import RULES
+from minicache.verifier.rules import INVARIANTS, PROPERTIES
 from minicache.verifier.world import Property
 
 REFRESH_SECONDS = 0.1
 
-_shared: tuple[Sequence[Case], Sequence[Property], int, MutableSequence[int]]
+_shared: tuple[Sequence[Case], Sequence[Property], Sequence[Property], int, MutableSequence[int]]
 """What the processes do, and where each tells how many states it has found: they are forked with it."""
 
 
 def explore_all(
     cases: Sequence[Case],
-    properties: Sequence[Property] = RULES,
+    properties: Sequence[Property] = PROPERTIES,
+    invariants: Sequence[Property] = INVARIANTS,
     *,
     limit: int = sys.maxsize,
     tell: Callable[[int], None] = lambda num_states: None,
@@ -30,7 +31,8 @@ def explore_all(
 
     Args:
         cases: what is explored.
-        properties: what must hold.
+        properties: what must hold of every action.
+        invariants: what must hold in every state.
         limit: the most states of a case.
         tell: called with the states found so far in all of them, now and then.
 
@@ -41,7 +43,7 @@ def explore_all(
     num_processes = min(len(cases), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if num_processes < 2:
         counts = [0] * len(cases)
-        _shared = cases, properties, limit, counts
+        _shared = cases, properties, invariants, limit, counts
         for number in range(len(cases)):
             yield _explore(number, lambda _: tell(sum(counts)))
         return
@@ -50,7 +52,7 @@ def explore_all(
 
     context = multiprocessing.get_context("fork")
     shared = context.Array("Q", len(cases), lock=False)
-    _shared = cases, properties, limit, shared
+    _shared = cases, properties, invariants, limit, shared
     with ProcessPoolExecutor(num_processes, context) as pool:
         left = {pool.submit(_explore, number) for number in range(len(cases))}
         while left:
@@ -61,12 +63,12 @@ def explore_all(
 
 
 def _explore(number: int, told: Callable[[int], None] = lambda num_states: None) -> Report:
-    cases, properties, limit, counts = _shared
+    cases, properties, invariants, limit, counts = _shared
 
     def tell(num_states: int) -> None:
         counts[number] = num_states
         told(num_states)
 
-    report = explore(cases[number], properties, limit=limit, tell=tell)
+    report = explore(cases[number], properties, invariants, limit=limit, tell=tell)
     tell(report.num_states)
     return report

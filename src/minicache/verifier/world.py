@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
-from minicache.scheduler.audit import Auditor, Note
+from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
@@ -52,13 +52,27 @@ class Action(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """A request that may arrive: the arguments of `Request`. All requests of a shape have this one list as prompt."""
+    """A request that may arrive: the arguments of `Request`.
+
+    All requests of a shape have this one list as prompt. Two shapes differ in the prompt's length, max_tokens or
+    priority.
+    """
 
     prompt_token_ids: list[int]
     max_tokens: int
     priority: int = 0
     arrival_time: float = 0.0
     group: str = "text"
+
+
+class Was(NamedTuple):
+    """An unfinished request before an action."""
+
+    status: RequestStatus
+    num_computed_tokens: int
+    output_token_ids: tuple[int, ...]
+    num_preemptions: int
+    block_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -68,24 +82,24 @@ class Moment:
     Attributes:
         action: what happened.
         scheduler: the scheduler after it.
-        before: id → the state of each unfinished request before it.
-        batch: the batch before it, in order.
-        memory: what lies in the slots once the scheduled step is computed.
-        num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited.
+        before: id → what each unfinished request was before it.
+        after: the unfinished requests after it: the batch in order, then the queue in order.
         output: the step that was scheduled (schedule, retry) or committed (commit); else None.
         finished: requests that finished by the action.
-        auditor: one that has seen the state before, of schedulers that it knows.
+        num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited.
+        memory: what lies in the slots once the scheduled step is computed.
+        auditor: of schedule, commit and fail: one that has seen the state before, and nothing since.
     """
 
     action: Action
     scheduler: Scheduler
-    before: Mapping[RequestId, Note]
-    batch: list[Request]
+    before: Mapping[RequestId, Was]
     memory: Memory
     auditor: Auditor
-    num_bypasses: int = 0
+    after: list[Request] = field(default_factory=list)
     output: SchedulerOutput | None = None
     finished: list[Request] = field(default_factory=list)
+    num_bypasses: int = 0
 
 
 class World:
@@ -121,7 +135,7 @@ class World:
                 yield Action("arrive", number)
             if output is None and hasattr(scheduler, "fork_request"):
                 yield from self._forks()
-        for request in (*scheduler.running, *scheduler.waiting.values()):
+        for request in self.unfinished():
             yield Action("abort", request.request_id)
         if output is not None and runs:
             for request in output.scheduled:
@@ -138,8 +152,31 @@ class World:
                     yield Action("fork", request.request_id)
                     yield Action("branch", request.request_id)
 
-    def do(self, action: Action, shapes: Sequence[Shape]) -> Moment | None:
+    def unfinished(self) -> list[Request]:
+        """The batch in order, then the queue in order."""
+        waiting = self.scheduler.waiting
+        return self.scheduler.running + [waiting[request_id] for request_id in waiting]
+
+    def requests(self) -> dict[RequestId, Was]:
+        """What each unfinished request is now."""
+        return {
+            each.request_id: Was(
+                each.status,
+                each.num_computed_tokens,
+                tuple(each.output_token_ids),
+                each.num_preemptions,
+                tuple(each.block_ids),
+            )
+            for each in self.unfinished()
+        }
+
+    def do(self, action: Action, shapes: Sequence[Shape], before: Mapping[RequestId, Was]) -> Moment | None:
         """Do one of the `actions`.
+
+        Args:
+            action: what happens.
+            shapes: of the requests that may arrive.
+            before: `requests()`, which are the same for all actions of a state.
 
         Returns:
             What came of it; None if nothing has changed, because the request was refused.
@@ -150,16 +187,18 @@ class World:
         scheduler: Any = self.scheduler
         kind = action.kind
         auditor = SharingAuditor() if hasattr(scheduler, "fork_request") else Auditor()
-        if kind != "retry":
+        if kind in _AUDITED:
             auditor.begin(scheduler)
-        moment = Moment(action, scheduler, dict(auditor.notes), auditor.batch, self.memory, auditor)
+        moment = Moment(action, scheduler, before, self.memory, auditor)
         if kind == "schedule" or kind == "retry":
             if kind == "retry":
                 self.memory = moment.memory = Memory(scheduler.pool.block_size)
             self._prime(auditor)
-            waiting = [*scheduler.waiting.values()]
+            unfinished = self.unfinished()
+            num_running = 0 if kind == "retry" else len(scheduler.running)  # it loses its batch first
             moment.output = scheduler.schedule()
-            self._count_bypasses(moment.output, moment.batch, waiting)
+            self._count_bypasses(moment.output, unfinished[:num_running], unfinished[num_running:])
+            moment.finished = [each for each in unfinished if each.status.is_finished]
             for operation in self.memory.operations(moment.output, work_of(moment.output)):
                 operation()
         elif kind == "commit":
@@ -192,63 +231,67 @@ class World:
         else:
             scheduler.recover()
             self.memory = moment.memory = Memory(scheduler.pool.block_size)
-        moment.num_bypasses = self.num_bypasses
+        moment.num_bypasses, moment.after = self.num_bypasses, self.unfinished()
         return moment
 
     def request(self, request_id: RequestId) -> Request:
         """The unfinished request with this id."""
-        requests = (*self.scheduler.running, *self.scheduler.waiting.values())
-        return next(each for each in requests if each.request_id == request_id)
+        return next(each for each in self.unfinished() if each.request_id == request_id)
 
-    def key(self, own: Sequence[str] = ()) -> int:
+    def key(self, requests: Sequence[Request], own: Sequence[str] = ()) -> int:
         """The state without names, as a number: states with the same number are the same, but for one pair in 10¹⁹.
 
         Blocks are numbered as they are first listed, requests by their arrival; ids, and free blocks without contents
         that can be found, do not matter. What a request has computed is not in it, as long as it lies where it should.
 
         Args:
+            requests: those that are unfinished, the batch first.
             own: attributes of the scheduler that belong to its state, beyond those that every scheduler has.
         """
         scheduler: Any = self.scheduler
-        running, waiting = scheduler.running, [*scheduler.waiting.values()]
-        requests = running + waiting
-        order = {id(each): n for n, each in enumerate(sorted(requests, key=_arrival))} if len(requests) > 1 else {}
+        pool, output = scheduler.pool, scheduler.outstanding
+        order = {id(each): place for place, each in enumerate(sorted(requests, key=_arrival))}
         labels: dict[int, int] = {}
-        label, parts = labels.setdefault, []
+        label = labels.setdefault
+        state: list[Any] = [self.num_left, self.num_bypasses, len(scheduler.running), len(scheduler._requests)]
         for each in requests:
             outputs = each.output_token_ids
-            parts.append(
-                (
-                    order.get(id(each), 0),
-                    id(each.prompt_token_ids),  # one list for all requests of a shape
-                    each.status.value,
-                    each.num_computed_tokens,
-                    bytes(outputs),
-                    each.num_preemptions > 0,
-                    len(outputs) > each.num_outputs_at_admission,
-                    tuple([label(block_id, len(labels)) for block_id in each.block_ids]),
-                    len(each.host_block_ids),
-                )
+            state += (
+                order[id(each)],
+                each.num_prompt_tokens,
+                each.max_tokens,
+                each.priority,
+                id(each.status),  # faster than an Enum's own hash
+                each.num_computed_tokens,
+                bytes(outputs),
+                each.num_preemptions > 0,
+                len(outputs) > each.num_outputs_at_admission,
+                len(each.host_block_ids),
+                len(each.block_ids),
             )
-        output = scheduler.outstanding
-        work: Any = None
+            state += [label(block_id, len(labels)) for block_id in each.block_ids]
         if output is not None:
-            work = [
-                (order.get(id(each), -1), output.num_scheduled_tokens[each.request_id]) for each in output.scheduled
-            ]
-            work = tuple(work)
-        pool = scheduler.pool
-        free = pool.num_free
-        extras = [_plain(getattr(scheduler, name), order) for name in own]
+            tokens = output.num_scheduled_tokens
+            state += [(order.get(id(each), -1), tokens[each.request_id]) for each in output.scheduled]
+        # The books of a scheduler that is wrong may not agree: so what the blocks' own say is in it too.
+        refs, free = pool.ref_counts, pool.free_list
+        state += [output is None, len(free), sum(refs), *[refs[each] for each in labels if 0 <= each < len(refs)]]
+        state += [each for each in free if each in labels]
+        if scheduler.host_pool is not None:
+            state += (scheduler.host_pool.num_free, sum(scheduler.host_pool.ref_counts))
+        state += [_plain(getattr(scheduler, name), order) for name in own]
         hashes = getattr(pool, "_hash_of", None)
-        if hashes:  # blocks that can be found differ by what they hold, the next to be evicted first
-            findable = [each for each in (*labels, *pool.free_list) if each in hashes]
-            extras += [(labels.get(each, -1), tuple(self.memory.block(each))) for each in findable]
-        return hash((self.num_left, self.num_bypasses, len(running), tuple(parts), work, free, tuple(extras)))
+        if hashes:  # blocks that can be found differ by what they hold; the next to be evicted is first
+            found = pool._blocks_of
+            for each in (*labels, *free):
+                if each in hashes:
+                    first = next(iter(found.get(hashes[each], ())), None) == each
+                    state += (labels.get(each, -1), first, *self.memory.block(each))
+        return hash(tuple(state))
 
     def _free_id(self) -> int:
         """The lowest id that no unfinished request has: a client may use an id again."""
-        used = {each.request_id for each in (*self.scheduler.running, *self.scheduler.waiting.values())}
+        used = {each.request_id for each in self.unfinished()}
         return next(number for number in range(len(used) + 1) if number not in used)
 
     def _prime(self, auditor: Auditor) -> None:
@@ -323,6 +366,7 @@ def _plain(value: Any, order: Mapping[int, int]) -> Any:
     return tuple(_plain(each, order) for each in vars(value).values()) if hasattr(value, "__dict__") else kind.__name__
 
 
+_AUDITED: Final = ("schedule", "commit", "fail")
 _PLAIN: Final = frozenset((int, bool, str, float, bytes, type(None)))
 
 Property = Callable[[Moment], str | None]

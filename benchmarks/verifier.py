@@ -1,0 +1,147 @@
+"""How much `minicache verify` explores, how fast, and which of the course's wrong solutions it finds.
+
+- `states`, **counted**: every state of the reference's stages with a few requests on a few blocks. `seconds` are
+  measured, in as many processes as there are processors.
+- `wrong`, **counted**: each mistake of phases 6 to 9 (`wrong.toml`) that is in a scheduler or in the memory that it
+  keeps is put in place of the reference, in a process of its own, and explored until a rule is broken.
+
+    python -m benchmarks.verifier
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final
+
+from rich.progress import track
+
+from benchmarks._record import record
+from minicache_course.workspace import find_workspace
+from minicache_course.wrong import Wrong, load_wrong
+
+PHASES: Final = (6, 7, 8, 9)
+STAGES: Final = {
+    "minicache.scheduler.paged": ("paged",),
+    "minicache.scheduler.queue": ("fair",),
+    "minicache.scheduler.fair": ("fair",),
+    "minicache.scheduler.prefix_caching": ("fair",),
+    "minicache.memory.prefix": ("fair",),
+    "minicache.scheduler.sharing": ("fair",),
+    "minicache.scheduler.chunked": ("chunked",),
+}
+"""The modules of which a mistake is a scheduler's, and the stage that shows it."""
+BOUNDS: Final = ((2, 4), (3, 4))
+"""Requests and blocks, one after the other until a mistake is found."""
+LARGE: Final = {"paged": (4, 4), "fair": (4, 4), "chunked": (4, 4)}
+"""Requests and blocks of the large exploration."""
+LIMIT: Final = 20_000
+"""States of a case in which a mistake is looked for."""
+TIMEOUT: Final = 300
+
+
+def main() -> None:
+    """Explore the reference, then each mistake."""
+    workspace = find_workspace()
+    mistakes = [
+        (phase.number, wrong)
+        for phase in workspace.course
+        if phase.number in PHASES
+        for wrong in load_wrong(workspace, phase)
+    ]
+    schedulers = [(number, wrong) for number, wrong in mistakes if wrong.module in STAGES]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(track(pool.map(look_for, [wrong for _, wrong in schedulers]), total=len(schedulers)))
+    rows = [
+        {"phase": number, "task": wrong.caught_by, "in": f"{wrong.module}:{wrong.symbol}", "story": wrong.story, **each}
+        for (number, wrong), each in zip(schedulers, found, strict=True)
+    ]
+    record(
+        "verifier",
+        {
+            "states": [] if "--wrong" in sys.argv else list(reference()),
+            "num_wrong": len(mistakes),
+            "num_of_schedulers": len(rows),
+            "num_found": sum(row["rule"] is not None for row in rows),
+            "elsewhere": Counter(wrong.module for _, wrong in mistakes if wrong.module not in STAGES),
+            "wrong": rows,
+        },
+    )
+
+
+def reference() -> Iterable[dict[str, Any]]:
+    """Explore the reference's stages."""
+    from minicache.verifier.cases import cases
+    from minicache.verifier.together import explore_all
+
+    for stage, (num_requests, num_blocks) in LARGE.items():
+        begun = perf_counter()
+        reports = list(explore_all(cases(stage, num_requests, num_blocks)))
+        seconds = perf_counter() - begun
+        assert all(report.is_complete and report.violation is None for report in reports)
+        count = sum(report.num_states for report in reports)
+        yield {
+            "stage": stage,
+            "num_requests": num_requests,
+            "num_blocks": num_blocks,
+            "num_states": count,
+            "num_actions": sum(report.num_actions for report in reports),
+            "seconds": seconds,
+            "per_second": count / seconds,
+        }
+
+
+def look_for(wrong: Wrong) -> dict[str, Any]:
+    """What the verifier says of a mistake: the rule that it breaks, after how many actions; None if it finds none."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "wrong.py"
+        file.write_text(wrong.source(), encoding="utf-8")
+        command = [sys.executable, "-m", "benchmarks.verifier", wrong.module, str(file)]
+        try:
+            ran = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        except subprocess.TimeoutExpired:
+            return {"rule": "endless", "message": "a call does not return", "num_actions": None}
+    if ran.returncode:
+        return {"rule": "error", "message": ran.stderr.strip().splitlines()[-1], "num_actions": 0}
+    told: dict[str, Any] = json.loads(ran.stdout)
+    return told
+
+
+def look(module: str, file: Path) -> dict[str, Any]:
+    """In this process, put a file in place of a module, and explore."""
+    from minicache_course.finder import install
+
+    install({module: file})
+    from minicache.verifier.cases import cases
+    from minicache.verifier.explore import explore
+
+    num_states = 0
+    for num_requests, num_blocks in BOUNDS:
+        for stage in STAGES[module]:
+            for case in cases(stage, num_requests, num_blocks):
+                report = explore(case, limit=LIMIT)
+                num_states += report.num_states
+                if (violation := report.violation) is not None:
+                    return {
+                        "rule": violation.rule,
+                        "message": violation.message,
+                        "num_actions": len(violation.actions),
+                        "case": report.case,
+                        "num_states": num_states,
+                    }
+    return {"rule": None, "message": None, "num_actions": None, "num_states": num_states}
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case [module, file]:
+            print(json.dumps(look(module, Path(file))))
+        case _:
+            main()

@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from rich.progress import track
 
-from benchmarks._record import record
 from minicache_course.workspace import find_workspace
 from minicache_course.wrong import Wrong, load_wrong
 
@@ -63,6 +62,8 @@ def main() -> None:
         {"phase": number, "task": wrong.caught_by, "in": f"{wrong.module}:{wrong.symbol}", "story": wrong.story, **each}
         for (number, wrong), each in zip(schedulers, found, strict=True)
     ]
+    from benchmarks._record import record  # imports torch
+
     record(
         "verifier",
         {

@@ -98,10 +98,12 @@ class Memory:
 
         Args:
             tokens: the tokens.
-            block_ids: at least as many as they need.
+            block_ids: as many as they need; with fewer, they do not.
             blocks: `blocks`, or `host_blocks`.
         """
         block_size = self.block_size
+        if len(tokens) > len(block_ids) * block_size:
+            return False
         for position in range(len(tokens)):
             block = blocks.get(block_ids[position // block_size])
             if block is None or block[position % block_size] != tokens[: position + 1]:

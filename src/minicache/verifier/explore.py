@@ -167,20 +167,20 @@ class _Search:
             self.num_actions += 1
             try:
                 moment = world.do(action, shapes, before)
-                if moment is None:
-                    continue
-                wrong = broken(self.properties, moment)
-                key = world.key(moment.after, own)
-                if key not in seen:
-                    self.note(key, number, index)
-                    wrong = wrong or broken(self.invariants, moment)
-                    found.append(saver.save(world))
-                if not index and action.kind in ("schedule", "commit"):
-                    self.quiet[number] = seen[key]
+                key = 0 if moment is None else world.key(moment.after, own)
             except Exception as error:  # whatever a scheduler raises, it is at fault
-                wrong = "error", f"{type(error).__name__}: {error}"
+                return Violation((*self.way_to(number), action), "error", f"{type(error).__name__}: {error}")
+            if moment is None:
+                continue
+            wrong = broken(self.properties, moment)
+            if key not in seen:
+                self.note(key, number, index)
+                wrong = wrong or broken(self.invariants, moment)
+                found.append(saver.save(world))
             if wrong is not None:
                 return Violation((*self.way_to(number), action), *wrong)
+            if not index and action.kind in ("schedule", "commit"):
+                self.quiet[number] = seen[key]
             vars(world.scheduler).clear()  # its queue knows it: without this, the garbage collector would find it
         return None
 

@@ -12,20 +12,10 @@ from minicache.scheduler import fair
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.output import SchedulerOutput
+from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
 from minicache.verifier.world import Moment, Property
 
 NO_STEP: Final = SchedulerOutput()
-
-
-def nothing_is_lost(moment: Moment) -> str | None:
-    """A request that has not finished is still there, and nothing else is but what has arrived."""
-    there = {each.request_id for each in moment.after}
-    finished = {each.request_id for each in moment.finished}
-    if lost := moment.before.keys() - there - finished:
-        return f"requests {list(lost)} have not finished, and are neither in the batch nor in the queue"
-    if moment.action.kind not in ("arrive", "fork", "branch") and (back := there - (moment.before.keys() - finished)):
-        return f"requests {list(back)} had finished, and are in the batch or in the queue"
-    return None
 
 
 def step_is_right(moment: Moment) -> str | None:
@@ -54,7 +44,7 @@ def step_is_right(moment: Moment) -> str | None:
             auditor.check_recovery(scheduler)
         for request in moment.finished:
             auditor.check_end(scheduler, request)
-    except InvariantError as error:
+    except Exception as error:  # a rule may stumble over books that are wrong enough
         return _words(error)
     return None
 
@@ -95,17 +85,21 @@ def books_agree(moment: Moment) -> str | None:
         auditor.check_blocks(scheduler)
         auditor.check_holdings(scheduler, output)
         auditor.check_order(scheduler)
-    except InvariantError as error:
+    except Exception as error:  # a rule may stumble over books that are wrong enough
         return _words(error)
     return None
 
 
-def _words(error: InvariantError) -> str:
-    return str(error).removeprefix("step 0, ")  # an auditor that has seen one step only
+def _words(error: Exception) -> str:
+    if isinstance(error, InvariantError):
+        return str(error).removeprefix("step 0, ")  # an auditor that has seen one step only
+    return f"{type(error).__name__}: {error}"
 
 
 PROPERTIES: Final[tuple[Property, ...]] = (
     nothing_is_lost,
+    work_is_done,
+    victims_are_last,
     step_is_right,
     tokens_are_where_they_should_be,
     first_is_not_forgotten,

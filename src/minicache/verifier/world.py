@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, NamedTuple
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
+from minicache.scheduler import fair
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.base import Scheduler
@@ -86,16 +87,17 @@ class Moment:
         after: the unfinished requests after it: the batch in order, then the queue in order.
         output: the step that was scheduled (schedule, retry) or committed (commit); else None.
         finished: requests that finished by the action.
-        num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited.
+        num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited;
+            at most STARVATION_BOUND + 1.
         memory: what lies in the slots once the scheduled step is computed.
         auditor: of schedule, commit and fail: one that has seen the state before, and nothing since.
     """
 
     action: Action
-    scheduler: Scheduler
-    before: Mapping[RequestId, Was]
-    memory: Memory
-    auditor: Auditor
+    scheduler: Scheduler = field(repr=False)
+    before: Mapping[RequestId, Was] = field(repr=False)
+    memory: Memory = field(repr=False)
+    auditor: Auditor = field(repr=False)
     after: list[Request] = field(default_factory=list)
     output: SchedulerOutput | None = None
     finished: list[Request] = field(default_factory=list)
@@ -310,7 +312,7 @@ class World:
             if id(request) not in before:
                 waiting = [each for each in waiting if each is not request]
                 bypassed = any(arrival_key(each) < arrival_key(request) for each in waiting)
-                self.num_bypasses = self.num_bypasses + 1 if bypassed else 0
+                self.num_bypasses = min(self.num_bypasses + 1, fair.STARVATION_BOUND + 1) if bypassed else 0
 
     def _spoil(self, request_id: RequestId) -> list[Request]:
         """Have a request of the step compute garbage; the requests of the step that fail with it, itself first."""

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -21,27 +22,25 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Final
 
-from rich.progress import track
-
 from minicache_course.workspace import find_workspace
 from minicache_course.wrong import Wrong, load_wrong
 
 PHASES: Final = (6, 7, 8, 9)
 STAGES: Final = {
-    "minicache.scheduler.paged": ("paged",),
+    "minicache.scheduler.paged": ("paged", "chunked"),
     "minicache.scheduler.queue": ("fair",),
     "minicache.scheduler.fair": ("fair",),
-    "minicache.scheduler.prefix_caching": ("fair",),
+    "minicache.scheduler.prefix_caching": ("fair", "chunked"),
     "minicache.memory.prefix": ("fair",),
-    "minicache.scheduler.sharing": ("fair",),
+    "minicache.scheduler.sharing": ("fair", "chunked"),
     "minicache.scheduler.chunked": ("chunked",),
 }
-"""The modules of which a mistake is a scheduler's, and the stage that shows it."""
-BOUNDS: Final = ((2, 4), (3, 4))
-"""Requests and blocks, one after the other until a mistake is found."""
+"""The modules of which a mistake is a scheduler's, and the stages that may show it."""
+BOUNDS: Final = (3, 4)
+"""Requests and blocks, where a mistake is looked for."""
 LARGE: Final = {"paged": (4, 4), "fair": (4, 4), "chunked": (4, 4)}
 """Requests and blocks of the large exploration."""
-LIMIT: Final = 20_000
+LIMIT: Final = 1_500
 """States of a case in which a mistake is looked for."""
 TIMEOUT: Final = 300
 
@@ -56,8 +55,11 @@ def main() -> None:
         for wrong in load_wrong(workspace, phase)
     ]
     schedulers = [(number, wrong) for number, wrong in mistakes if wrong.module in STAGES]
-    with ThreadPoolExecutor(2) as pool:
-        found = list(track(pool.map(look_for, [wrong for _, wrong in schedulers]), total=len(schedulers)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = []
+        for (_, wrong), each in zip(schedulers, pool.map(look_for, [wrong for _, wrong in schedulers]), strict=True):
+            found.append(each)
+            print(f"{len(found)}/{len(schedulers)}", each["rule"], wrong.module, wrong.story, flush=True)
     rows = [
         {"phase": number, "task": wrong.caught_by, "in": f"{wrong.module}:{wrong.symbol}", "story": wrong.story, **each}
         for (number, wrong), each in zip(schedulers, found, strict=True)
@@ -80,11 +82,12 @@ def main() -> None:
 def reference() -> Iterable[dict[str, Any]]:
     """Explore the reference's stages."""
     from minicache.verifier.cases import cases
+    from minicache.verifier.rules import STAGE_PROPERTIES
     from minicache.verifier.together import explore_all
 
     for stage, (num_requests, num_blocks) in LARGE.items():
         begun = perf_counter()
-        reports = list(explore_all(cases(stage, num_requests, num_blocks)))
+        reports = list(explore_all(cases(stage, num_requests, num_blocks), STAGE_PROPERTIES))
         seconds = perf_counter() - begun
         assert all(report.is_complete and report.violation is None for report in reports)
         count = sum(report.num_states for report in reports)
@@ -122,21 +125,21 @@ def look(module: str, file: Path) -> dict[str, Any]:
     install({module: file})
     from minicache.verifier.cases import cases
     from minicache.verifier.explore import explore
+    from minicache.verifier.rules import STAGE_PROPERTIES
 
     num_states = 0
-    for num_requests, num_blocks in BOUNDS:
-        for stage in STAGES[module]:
-            for case in cases(stage, num_requests, num_blocks):
-                report = explore(case, limit=LIMIT)
-                num_states += report.num_states
-                if (violation := report.violation) is not None:
-                    return {
-                        "rule": violation.rule,
-                        "message": violation.message,
-                        "num_actions": len(violation.actions),
-                        "case": report.case,
-                        "num_states": num_states,
-                    }
+    for stage in STAGES[module]:
+        for case in cases(stage, *BOUNDS):
+            report = explore(case, STAGE_PROPERTIES, limit=LIMIT)
+            num_states += report.num_states
+            if (violation := report.violation) is not None:
+                return {
+                    "rule": violation.rule,
+                    "message": violation.message,
+                    "num_actions": len(violation.actions),
+                    "case": report.case,
+                    "num_states": num_states,
+                }
     return {"rule": None, "message": None, "num_actions": None, "num_states": num_states}
 
 

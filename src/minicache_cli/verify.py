@@ -36,7 +36,7 @@ def verify(
         typer.Option(metavar="STAGE", help="Scheduler: static, continuous, paged, fair or chunked."),
     ] = "chunked",
     requests: Annotated[int, typer.Option(metavar="N", min=1, help="The most requests that arrive.")] = 3,
-    blocks: Annotated[int, typer.Option(metavar="N", min=2, help="Blocks of the pool, two tokens each.")] = 4,
+    blocks: Annotated[int, typer.Option(metavar="N", min=3, help="Blocks of the pool, two tokens each.")] = 4,
     mine: Mine = False,
 ) -> None:
     """Try every order of arrivals, aborts, failures and stop tokens on a small server, and check every step."""
@@ -44,6 +44,7 @@ def verify(
     if mine:
         use_labs(console)
     from minicache.verifier.cases import cases
+    from minicache.verifier.rules import PROPERTIES, STAGE_PROPERTIES
     from minicache.verifier.story import story
     from minicache.verifier.together import explore_all
 
@@ -57,7 +58,7 @@ def verify(
         def tell(count: int) -> None:
             bar.update(line, description=_("{count} states").format(count=f"{count:,}"))
 
-        reports = list(explore_all(todo, tell=tell))
+        reports = list(explore_all(todo, STAGE_PROPERTIES if policy is None else PROPERTIES, tell=tell))
     _show(reports, perf_counter() - begun, console)
     wrong = [report for report in reports if report.violation]
     if not wrong:

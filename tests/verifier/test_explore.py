@@ -12,15 +12,16 @@ from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, PagedSch
 from minicache.scheduler.base import Scheduler
 from minicache.verifier.cases import cases
 from minicache.verifier.explore import Report, explore
+from minicache.verifier.rules import STAGE_PROPERTIES
 from minicache.verifier.story import story
 from minicache.verifier.together import explore_all
 
 
-def reports(scheduler: str | type[Scheduler], num_requests: int = 2, num_blocks: int = 4) -> list[Report]:
-    return [explore(case) for case in cases(scheduler, num_requests, num_blocks)]
+def reports(scheduler: str | type[Scheduler], num_requests: int = 2, num_blocks: int = 3) -> list[Report]:
+    return [explore(case, STAGE_PROPERTIES) for case in cases(scheduler, num_requests, num_blocks)]
 
 
-def shortest(scheduler: type[Scheduler], num_requests: int = 2, num_blocks: int = 4) -> list[str]:
+def shortest(scheduler: type[Scheduler], num_requests: int = 2, num_blocks: int = 3) -> list[str]:
     """The kinds of the actions of the shortest counterexample, and the rule."""
     found = [each.violation for each in reports(scheduler, num_requests, num_blocks) if each.violation]
     best = min(found, key=lambda violation: len(violation.actions))
@@ -32,7 +33,7 @@ def test_nothing_is_wrong_with_the_reference(stage: str) -> None:
     for report in reports(stage):
         assert report.violation is None, report
         assert report.is_complete
-        assert report.num_actions > report.num_states > 50
+        assert report.num_actions > report.num_states > 30
 
 
 class LosesAVictim(PagedScheduler):
@@ -87,13 +88,13 @@ def test_a_request_that_is_bypassed_too_often() -> None:
 
 
 def test_the_story_ends_with_what_is_wrong() -> None:
-    [case] = [case for case in cases(SwapsTheWrongWay, 2) if "swap" in case.name]
+    [case] = [case for case in cases(SwapsTheWrongWay, 2, 3) if "swap" in case.name]
     violation = explore(case).violation
     assert violation is not None
     told = list(story(case, violation))
     assert len(told) == len(violation.actions) + 1
-    assert told[0] == "1. Request 0 arrives: 3 prompt tokens, at most 3 to generate, priority 0."
-    assert told[-2] == "5. Step 1 is scheduled, tokens: 1 of request 0 in blocks 0 1. Request 1 is swapped out."
+    assert told[0] == "1. Request 0 arrives: 2 prompt tokens, at most 3 to generate, priority 0."
+    assert told[-2] == "5. Step 1 is scheduled, tokens: 1 of request 0 in blocks 0 2. Request 1 is swapped out."
     assert told[-1].startswith("→ step_is_right: swaps: swapped_out is")
 
 

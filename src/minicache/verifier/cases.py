@@ -1,7 +1,7 @@
 """What is explored of each stage: small servers on which much goes wrong early.
 
-Two requests together need more blocks than there are, so they are preempted; one begins as the other does, so blocks
-are found; they differ in length and, where there are priorities, in these. Pure standard library.
+Requests together need more blocks than there are, so they are preempted; one begins as the other does, so blocks are
+found; they differ in length and, where there are priorities, in these. Pure standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from minicache.verifier.world import Shape
 
 BLOCK_SIZE: Final = 2
 RECOMPUTE: Final[dict[str, Any]] = {"preemption": "recompute"}
-LIMITS: Final[dict[str, Any]] = {"max_num_seqs": 2, "max_model_len": 6, "watermark": 0.25}
+LIMITS: Final[dict[str, Any]] = {"max_num_seqs": 2, "max_model_len": 4, "watermark": 0.5}
 SWAP: Final[dict[str, Any]] = {"preemption": "swap", "num_host_blocks": 3}
 
 
@@ -28,7 +28,7 @@ def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: i
     Args:
         scheduler: a name in `SCHEDULERS`, or a class that takes the keyword arguments in its `Options`.
         num_requests: requests that arrive at most.
-        num_blocks: blocks of the pool, of two tokens each, ≥ 2.
+        num_blocks: blocks of the pool, of two tokens each, ≥ 3.
 
     Raises:
         ValueError: there is no such stage.
@@ -47,12 +47,16 @@ def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: i
         "max_num_seqs": num_requests,
         "max_num_batched_tokens": 3 if classes[0].chunks_prompts else num_blocks * BLOCK_SIZE,
     }
-    shapes = _shapes(num_blocks, has_order=issubclass(classes[0], FairScheduler))
+    shapes = _shapes(has_order=issubclass(classes[0], FairScheduler))
     variants: list[tuple[str, dict[str, Any], Sequence[Shape]]] = []
     for preemption in (RECOMPUTE, SWAP) if "preemption" in has else ({},):
         for caching in ({}, {"prefix_caching": True}) if "prefix_caching" in has else ({},):
             words = f"{preemption.get('preemption', '')} {'prefix cache' if caching else ''}"
             variants.append((words, preemption | caching, shapes))
+        if preemption:
+            variants.append((f"{preemption['preemption']} long", preemption, _longer(shapes)))
+    if "preemption" in has:
+        variants.append(("small pool", {"num_blocks": 2, "max_num_batched_tokens": 4}, _outgrowing(shapes)))
     if "watermark" in has:
         variants.append(
             ("limits", LIMITS | ({} if classes[0].chunks_prompts else {"max_num_batched_tokens": 4}), shapes)
@@ -67,12 +71,21 @@ def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: i
     ]
 
 
-def _shapes(num_blocks: int, *, has_order: bool) -> Sequence[Shape]:
-    """Two requests, each of which fits alone; the second begins as the first, is shorter and more urgent."""
-    num_prompt = min(3, num_blocks * BLOCK_SIZE - 3)
-    one = Shape([0] * num_prompt, 3, priority=int(has_order))
-    other = Shape([0] * (num_prompt - 1) + [3] * 2, 2)
-    return one, other
+def _shapes(*, has_order: bool) -> Sequence[Shape]:
+    """Two requests that need two blocks each in the end; the second begins as the first, and is more urgent."""
+    return Shape([0, 0], 3, priority=int(has_order)), Shape([0, 0, 3], 2)
+
+
+def _longer(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The same, but each needs a block more."""
+    one, other = shapes
+    return one._replace(prompt_token_ids=[0] * 3), other._replace(prompt_token_ids=[0, 0, 3, 3])
+
+
+def _outgrowing(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """Two requests of which the first needs more than two blocks in the end."""
+    one, _ = shapes
+    return one._replace(prompt_token_ids=[0] * 3, max_tokens=4), one._replace(prompt_token_ids=[0, 3], max_tokens=1)
 
 
 def _of_two_classes(shapes: Sequence[Shape]) -> Sequence[Shape]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 from typing import Any, Final
 
 from minicache.errors import InvariantError
+from minicache.memory.blocks import blocks_for
+from minicache.request import RequestStatus
 from minicache.scheduler import fair
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
 from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
 from minicache.verifier.world import Moment, Property
 
@@ -30,6 +33,8 @@ def step_is_right(moment: Moment) -> str | None:
                 auditor.check_found(scheduler)
                 auditor.check_copies(scheduler, output)
             for request in moment.finished:
+                if request.status is not RequestStatus.FINISHED_CAPACITY:
+                    return f"{request!r} was finished by a step that is not computed yet"
                 auditor.on_finish(scheduler, request)
             auditor.check_work(scheduler, output)
             auditor.check_victims(scheduler, output)
@@ -73,6 +78,26 @@ def first_is_not_forgotten(moment: Moment) -> str | None:
     return None
 
 
+def waits_with_reason(moment: Moment) -> str | None:
+    """The next waiting request is admitted if there are a batch slot, blocks and budget, and no request was preempted.
+
+    A rule of the course's stages: a scheduler of one's own may have other reasons to let a request wait.
+    """
+    scheduler, output = moment.scheduler, moment.output
+    if moment.action.kind not in ("schedule", "retry") or output is None or output.preempted:
+        return None
+    head = scheduler.head() if len(scheduler.running) < scheduler.max_num_seqs else None
+    if head is None or not isinstance(scheduler, PagedScheduler):
+        return None
+    budget = scheduler.max_num_batched_tokens - output.total_num_scheduled_tokens
+    spared = scheduler._num_watermark_blocks if scheduler.running else 0
+    needed = blocks_for(head.num_tokens, scheduler.pool.block_size)
+    left = 1 if scheduler.chunks_prompts else head.num_tokens - head.num_computed_tokens
+    if left <= budget and needed + spared <= scheduler.pool.num_free:
+        return f"{head!r} waits, with {scheduler.pool.num_free} blocks free and {budget} tokens left in the step"
+    return None
+
+
 def books_agree(moment: Moment) -> str | None:
     """The auditor's rules of a state, and the scheduler's own `check()`."""
     scheduler = moment.scheduler
@@ -104,7 +129,10 @@ PROPERTIES: Final[tuple[Property, ...]] = (
     tokens_are_where_they_should_be,
     first_is_not_forgotten,
 )
-"""What holds of every action, with every scheduler of the course."""
+"""What holds of every action, with any scheduler."""
+
+STAGE_PROPERTIES: Final[tuple[Property, ...]] = (*PROPERTIES, waits_with_reason)
+"""What holds of every action, with the course's own stages."""
 
 INVARIANTS: Final[tuple[Property, ...]] = (books_agree,)
 """What holds in every state."""

@@ -50,6 +50,8 @@ def verify(
 
     with usage_errors():
         todo = cases(scheduler if policy is None else scheduler_in(policy), requests, blocks)
+        for one in todo:
+            one.make()  # or it raises what is wrong with the file
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

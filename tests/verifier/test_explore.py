@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from minicache.request import Request, RequestStatus
 from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, PagedScheduler, SchedulerOutput
 from minicache.scheduler.base import Scheduler
 from minicache.verifier.cases import cases
-from minicache.verifier.explore import Report, explore
+from minicache.verifier.explore import Case, Report, explore
 from minicache.verifier.rules import STAGE_PROPERTIES
 from minicache.verifier.story import story
 from minicache.verifier.together import explore_all
+from minicache.verifier.world import Shape
 
 
 def reports(scheduler: str | type[Scheduler], num_requests: int = 2, num_blocks: int = 3) -> list[Report]:
@@ -84,11 +86,33 @@ def test_the_shortest_way_to_a_mistake(scheduler: type[Scheduler], expected: Seq
 
 
 def test_a_request_that_is_bypassed_too_often() -> None:
-    assert shortest(NeverTheFirst, 3)[-1] == "first_is_not_forgotten"
+    assert shortest(NeverTheFirst, 3)[-1] == "admits_in_order"
+    assert explore(cases(NeverTheFirst, 3, 3)[0]).violation.rule == "first_is_not_forgotten"  # type: ignore[union-attr]
+
+
+class StartsOver(ChunkedPrefillScheduler):
+    """Preempts a request whose prompt is not computed yet, as soon as another one waits."""
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        if self.running and self.waiting and not self.running[-1].output_token_ids:
+            self.preempt(self.running[-1], output)
+        super().schedule_running(output)
+
+
+def test_a_circle_of_steps_is_a_livelock() -> None:
+    one_slot = partial(StartsOver, num_blocks=4, block_size=2, max_num_seqs=1, max_num_batched_tokens=2)
+    case = Case("one slot", one_slot, (Shape([0] * 4, 2),), 2)
+    violation = explore(case, (), ()).violation
+    assert violation is not None
+    assert violation.rule == "livelock"
+    assert violation.loop is not None
+    told = list(story(case, violation))
+    assert "And from here on, forever:" in told
+    assert told[-1] == "→ livelock: these requests are scheduled forever, and never finish"
 
 
 def test_the_story_ends_with_what_is_wrong() -> None:
-    [case] = [case for case in cases(SwapsTheWrongWay, 2, 3) if "swap" in case.name]
+    case = next(case for case in cases(SwapsTheWrongWay, 2, 3) if case.name.endswith("swap"))
     violation = explore(case).violation
     assert violation is not None
     told = list(story(case, violation))

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from time import perf_counter
+from time import process_time
 from typing import Any, Final
 
 from minicache.scheduler.base import Scheduler
@@ -21,6 +21,8 @@ from minicache.verifier.world import Action, Moment, Property, Shape, World
 
 LOOK_EVERY: Final = 256
 """States between two reports of progress."""
+ERROR: Final = "error"
+"""The rule of a violation that is an error which a call of the scheduler raised."""
 _NEVER: Final = 2**32 - 1
 
 
@@ -69,7 +71,7 @@ class Report:
         num_states: different states that were reached.
         num_actions: actions that were done, from all of them.
         depth: actions to the farthest state.
-        seconds: how long it took.
+        seconds: of the processor.
         is_complete: whether all that can happen was done; False if the search ended at its limit or at a violation.
         violation: the first that was met.
     """
@@ -123,7 +125,7 @@ class _Search:
         self.num_actions = 0
 
     def run(self) -> Report:
-        begun, depth, violation = perf_counter(), 0, None
+        begun, depth, violation = process_time(), 0, None
         world = World(self.case.make(), self.case.num_requests)
         own = own_state(world.scheduler)
         self.note(world.key((), own), 0, 0)
@@ -144,7 +146,7 @@ class _Search:
         is_complete = violation is None and not level
         if is_complete:
             violation = self.livelock()
-        seconds = perf_counter() - begun
+        seconds = process_time() - begun
         return Report(self.case.name, len(self.seen), self.num_actions, depth, seconds, is_complete, violation)
 
     def note(self, key: int, parent: int, action: int) -> int:
@@ -169,7 +171,7 @@ class _Search:
                 moment = world.do(action, shapes, before)
                 key = 0 if moment is None else world.key(moment.after, own)
             except Exception as error:  # whatever a scheduler raises, it is at fault
-                return Violation((*self.way_to(number), action), "error", f"{type(error).__name__}: {error}")
+                return Violation((*self.way_to(number), action), ERROR, f"{type(error).__name__}: {error}")
             if moment is None:
                 continue
             wrong = broken(self.properties, moment)

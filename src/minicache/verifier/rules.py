@@ -9,12 +9,13 @@ from typing import Any, Final
 
 from minicache.errors import InvariantError
 from minicache.memory.blocks import blocks_for
-from minicache.request import RequestStatus
+from minicache.request import Request, RequestStatus
 from minicache.scheduler import fair
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.queue import arrival_key
 from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
 from minicache.verifier.world import Moment, Property
 
@@ -78,6 +79,25 @@ def first_is_not_forgotten(moment: Moment) -> str | None:
     return None
 
 
+def admits_in_order(moment: Moment) -> str | None:
+    """Of the requests that may share the batch the most urgent is admitted, and at the bound the oldest of all."""
+    scheduler = moment.scheduler
+    if not isinstance(scheduler, fair.FairScheduler) or scheduler.chunks_prompts:
+        return None
+    for request, waiting, batch, num_bypasses in moment.admissions:
+        if batch and batch[0].group != request.group:
+            return f"{request!r} is admitted into a batch of another compatibility class"
+        compatible = [each for each in waiting if not batch or each.group == batch[0].group]
+        best = min(compatible, key=_urgency) if num_bypasses < fair.STARVATION_BOUND else min(waiting, key=arrival_key)
+        if request is not best:
+            return f"{request!r} is admitted, and {best!r} should have been, after {num_bypasses} bypasses in a row"
+    return None
+
+
+def _urgency(request: Request) -> tuple[float, ...]:
+    return request.priority, request.arrival_time, request.arrival_index, request.fork_index
+
+
 def waits_with_reason(moment: Moment) -> str | None:
     """The next waiting request is admitted if there are a batch slot, blocks and budget, and no request was preempted.
 
@@ -131,7 +151,7 @@ PROPERTIES: Final[tuple[Property, ...]] = (
 )
 """What holds of every action, with any scheduler."""
 
-STAGE_PROPERTIES: Final[tuple[Property, ...]] = (*PROPERTIES, waits_with_reason)
+STAGE_PROPERTIES: Final[tuple[Property, ...]] = (*PROPERTIES, admits_in_order, waits_with_reason)
 """What holds of every action, with the course's own stages."""
 
 INVARIANTS: Final[tuple[Property, ...]] = (books_agree,)

@@ -6,26 +6,21 @@ from collections.abc import Iterator
 from gettext import gettext as _
 
 from minicache.request import Request, RequestId
-from minicache.verifier.explore import Case, Violation, replay
+from minicache.verifier.explore import ERROR, Case, Violation, replay
 from minicache.verifier.world import STOP, Moment
 
 
 def story(case: Case, violation: Violation) -> Iterator[str]:
     """The lines of a violation's story, in the reader's language; the last says what is wrong."""
-    step = -1
-    moments = replay(case, violation.actions)
+    step, is_raised = -1, violation.rule == ERROR
+    moments = replay(case, violation.actions[: len(violation.actions) - is_raised])
     for number, action in enumerate(violation.actions):
         if number == violation.loop:
             yield _("And from here on, forever:")
         step += action.kind in ("schedule", "retry")
-        try:
-            moment = next(moments)
-        except Exception as error:  # what the story ends with
-            yield f"{number + 1}. " + _attempt(action.kind, action.subject, step)
-            yield f"→ {type(error).__name__}: {error}"
-            return
-        if moment is not None:
-            yield f"{number + 1}. " + told(moment, step)
+        moment = next(moments, None)
+        line = _attempt(action.kind, action.subject, step) if moment is None else told(moment, step)
+        yield f"{number + 1}. {line}"
     yield f"→ {violation.rule}: {violation.message}"
 
 

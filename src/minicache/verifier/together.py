@@ -6,14 +6,18 @@ Processes are forked: they have a learner's modules as they are. Pure standard l
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from typing import Final
 
 from minicache.verifier.explore import Case, Report, explore
 from minicache.verifier.rules import INVARIANTS, PROPERTIES
 from minicache.verifier.world import Property
 
-REFRESH_SECONDS = 0.1
+REFRESH_SECONDS: Final = 0.1
+PATIENCE: Final = 30
+"""Seconds that the search may take for a few hundred states before the call that it waits for counts as endless."""
 
 _shared: tuple[Sequence[Case], Sequence[Property], Sequence[Property], int, MutableSequence[int]]
 """What the processes do, and where each tells how many states it has found: they are forked with it."""
@@ -54,7 +58,7 @@ def explore_all(
     shared = context.Array("Q", len(cases), lock=False)
     _shared = cases, properties, invariants, limit, shared
     with ProcessPoolExecutor(num_processes, context) as pool:
-        left = {pool.submit(_explore, number) for number in range(len(cases))}
+        left = {pool.submit(_watched, number) for number in range(len(cases))}
         while left:
             done, left = wait(left, REFRESH_SECONDS, FIRST_COMPLETED)
             tell(sum(shared))
@@ -62,13 +66,27 @@ def explore_all(
                 yield future.result()
 
 
-def _explore(number: int, told: Callable[[int], None] = lambda num_states: None) -> Report:
+def _watched(number: int) -> Report:
+    """Explore a case; a call that does not return raises an error, which the search attributes to the scheduler."""
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"the call has not returned after {PATIENCE} s")
+
+    signal.signal(signal.SIGALRM, late)
+    try:
+        return _explore(number, lambda _: signal.alarm(PATIENCE))
+    finally:
+        signal.alarm(0)
+
+
+def _explore(number: int, told: Callable[[int], object]) -> Report:
     cases, properties, invariants, limit, counts = _shared
 
     def tell(num_states: int) -> None:
         counts[number] = num_states
         told(num_states)
 
+    told(0)
     report = explore(cases[number], properties, invariants, limit=limit, tell=tell)
     tell(report.num_states)
     return report

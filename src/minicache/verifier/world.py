@@ -76,6 +76,21 @@ class Was(NamedTuple):
     block_ids: tuple[int, ...]
 
 
+class Admission(NamedTuple):
+    """A request that a step admitted, and what was there then.
+
+    Attributes:
+        waiting: the requests that waited, this one included.
+        batch: the batch that it joined.
+        num_bypasses: `Moment.num_bypasses` before it.
+    """
+
+    request: Request
+    waiting: tuple[Request, ...]
+    batch: tuple[Request, ...]
+    num_bypasses: int
+
+
 @dataclass(slots=True)
 class Moment:
     """One action and what came of it: what a property judges.
@@ -87,6 +102,7 @@ class Moment:
         after: the unfinished requests after it: the batch in order, then the queue in order.
         output: the step that was scheduled (schedule, retry) or committed (commit); else None.
         finished: requests that finished by the action.
+        admissions: of schedule and retry, the requests that were admitted, in order.
         num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited;
             at most STARVATION_BOUND + 1.
         memory: what lies in the slots once the scheduled step is computed.
@@ -101,6 +117,7 @@ class Moment:
     after: list[Request] = field(default_factory=list)
     output: SchedulerOutput | None = None
     finished: list[Request] = field(default_factory=list)
+    admissions: tuple[Admission, ...] = field(default=(), repr=False)
     num_bypasses: int = 0
 
 
@@ -199,7 +216,7 @@ class World:
             unfinished = self.unfinished()
             num_running = 0 if kind == "retry" else len(scheduler.running)  # it loses its batch first
             moment.output = scheduler.schedule()
-            self._count_bypasses(moment.output, unfinished[:num_running], unfinished[num_running:])
+            moment.admissions = self._admissions(moment.output, unfinished[:num_running], unfinished[num_running:])
             moment.finished = [each for each in unfinished if each.status.is_finished]
             for operation in self.memory.operations(moment.output, work_of(moment.output)):
                 operation()
@@ -303,16 +320,24 @@ class World:
                 if entries[-1] is not None:
                     auditor.contents[block_id] = 0, None, None, tuple(entries[-1])
 
-    def _count_bypasses(self, output: SchedulerOutput, batch: list[Request], waiting: list[Request]) -> None:
-        """Count admissions ahead of the request that arrived first."""
-        before = {id(each) for each in batch}
+    def _admissions(
+        self, output: SchedulerOutput, batch: list[Request], waiting: list[Request]
+    ) -> tuple[Admission, ...]:
+        """The admissions of a step, in order; those ahead of the request that arrived first are counted."""
+        before, admissions = {id(each) for each in batch}, []
+        if all(id(each) in before for each in output.scheduled):
+            return ()
         waiting = [each for each in waiting if not each.status.is_finished]
         waiting += [each for each in batch if each.request_id in output.preempted]
+        batch = [each for each in batch if each.status is RequestStatus.RUNNING]
         for request in output.scheduled:
             if id(request) not in before:
+                admissions.append(Admission(request, tuple(waiting), tuple(batch), self.num_bypasses))
                 waiting = [each for each in waiting if each is not request]
+                batch = [*batch, request]
                 bypassed = any(arrival_key(each) < arrival_key(request) for each in waiting)
                 self.num_bypasses = min(self.num_bypasses + 1, fair.STARVATION_BOUND + 1) if bypassed else 0
+        return tuple(admissions)
 
     def _spoil(self, request_id: RequestId) -> list[Request]:
         """Have a request of the step compute garbage; the requests of the step that fail with it, itself first."""

@@ -1,0 +1,406 @@
+"""The rules, on another engine's scheduler: one workload step by step, many workloads, the smallest that breaks one.
+
+| rule | holds |
+|---|---|
+| raises | none of the scheduler's methods raises an error |
+| places | every unfinished request is in the batch or waits, once |
+| blocks | no block is lost or free twice; none that a request lists is free; references = entries of block tables |
+| work | each scheduled request computes at least one of its tokens, within the limits on requests and tokens |
+| holdings | a scheduled request has the blocks for what it computes |
+| contents | what a request reads from a slot is what was computed for these tokens at that position |
+| tokens | each request gets the tokens that it would get alone, and as many as it asked for |
+| progress | steps compute something, and after a bounded number of them there is a new token |
+
+They are those of `minicache.scheduler.audit`, as far as another engine's state shows them. "contents" takes a model of
+the cache: a slot holds which tokens, up to which position, were written there, and who wrote them. A step writes the
+slots of everything it computes, then each request reads its slots from the first position on.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+from minicache.foreign.adapter import Adapter, RequestState, State, Work
+from minicache.foreign.workload import VOCABULARY, Workload, random_workload, smaller
+
+T = TypeVar("T")
+
+MAX_IDLE_STEPS = 2
+"""So many steps in a row may compute nothing while there are requests."""
+MAX_REPLAYS = 2000
+"""Runs to find a smaller workload."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What was seen of a step.
+
+    Attributes:
+        added: ids of the requests that were added before it.
+        work: what it computed.
+        block_ids: id → block table, of the requests that it scheduled.
+        preempted: ids of requests that were in the batch before it, and wait.
+        finished: ids of the requests that finished.
+    """
+
+    added: list[int] = field(default_factory=list)
+    work: list[Work] = field(default_factory=list)
+    block_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    preempted: list[int] = field(default_factory=list)
+    finished: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A rule that a workload has broken.
+
+    Attributes:
+        rule: of the table above.
+        message: what was seen.
+        kind: what makes two findings the same: the rule, and for "raises" the error and where it was raised.
+        workload: the requests that break it.
+        steps: what happened until then; the last one is the step that broke it, as far as it came.
+    """
+
+    rule: str
+    message: str
+    kind: str
+    workload: Workload
+    steps: list[Step]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What an audit has found.
+
+    Attributes:
+        num_workloads: that were run.
+        num_steps: of all of them together.
+        num_preemptions: requests that lost their place in the batch.
+        findings: the smallest of each kind, the smallest first. Empty: no rule was broken.
+        counts: kind → how many workloads ended with it.
+    """
+
+    num_workloads: int
+    num_steps: int
+    num_preemptions: int
+    findings: list[Finding]
+    counts: dict[str, int]
+
+
+def audit(
+    adapter: Adapter,
+    num_requests: int = 6,
+    seeds: Iterable[int] = range(300),
+    tell: Callable[[int], None] | None = None,
+) -> Report:
+    """Drive an engine's scheduler over random workloads, and audit every step.
+
+    Args:
+        adapter: of the engine.
+        num_requests: of each workload.
+        seeds: one workload each.
+        tell: called with how many workloads are done.
+    """
+    found: dict[str, Finding] = {}
+    counts: Counter[str] = Counter()
+    num_workloads = num_steps = num_preemptions = 0
+    for seed in seeds:
+        workload = random_workload(seed, num_requests, adapter.block_sizes, chunked_prefill=adapter.chunked_prefill)
+        steps, finding = replay(adapter, workload)
+        num_workloads += 1
+        num_steps += len(steps)
+        num_preemptions += sum(len(step.preempted) for step in steps)
+        if finding is not None:
+            counts[finding.kind] += 1
+            best = found.setdefault(finding.kind, finding)
+            if workload.num_tokens < best.workload.num_tokens:
+                found[finding.kind] = finding
+        if tell is not None:
+            tell(num_workloads)
+    findings = sorted((_smallest(adapter, each) for each in found.values()), key=_size)
+    return Report(num_workloads, num_steps, num_preemptions, findings, dict(counts))
+
+
+def replay(adapter: Adapter, workload: Workload) -> tuple[list[Step], Finding | None]:
+    """Run one workload to its end, or to the first rule that is broken.
+
+    Returns:
+        The steps, and what was found; None: nothing.
+    """
+    run = _Run(adapter, workload)
+    try:
+        run.to_the_end()
+    except _BrokenError as broken:
+        return run.steps, Finding(broken.rule, broken.message, broken.kind, workload, run.steps)
+    return run.steps, None
+
+
+def _smallest(adapter: Adapter, finding: Finding) -> Finding:
+    """The finding of the smallest workload that is reached by taking one thing away at a time."""
+    replays = 0
+    while True:
+        for workload in smaller(finding.workload):
+            replays += 1
+            _, found = replay(adapter, workload)
+            if found is not None and found.kind == finding.kind:
+                finding = found
+                break
+            if replays >= MAX_REPLAYS:
+                return finding
+        else:
+            return finding
+
+
+def _size(finding: Finding) -> tuple[int, int]:
+    return len(finding.workload.arrivals), finding.workload.num_tokens
+
+
+class _BrokenError(Exception):
+    """A rule is broken: ends a run."""
+
+    def __init__(self, rule: str, message: str, kind: str) -> None:
+        super().__init__(message)
+        self.rule, self.message, self.kind = rule, message, kind
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a slot holds: a key of all tokens up to the one that was written, its position, and who wrote it."""
+
+    key: int
+    position: int
+    request_id: int
+
+
+class _Run:
+    """One workload on one engine."""
+
+    def __init__(self, adapter: Adapter, workload: Workload) -> None:
+        self.adapter, self.workload, self.limits = adapter, workload, workload.limits
+        self.steps: list[Step] = []
+        self.alone = [_alone(each.prompt, each.max_tokens) for each in workload.arrivals]
+        self.unfinished: set[int] = set()
+        self.slots: dict[int, _Written] = {}
+
+    def to_the_end(self) -> None:
+        """Run all steps.
+
+        Raises:
+            _BrokenError: a rule is broken.
+        """
+        self.call(self.adapter.start, self.limits)
+        coming = list(range(len(self.alone)))
+        running: set[int] = set()
+        patience = 2 * self.workload.num_tokens + 10
+        idle = since = num_output = number = 0
+        while coming or self.unfinished:
+            step = Step()
+            self.steps.append(step)
+            while coming and (self.workload.arrivals[coming[0]].step <= number or not self.unfinished):
+                request_id = coming.pop(0)
+                arrival = self.workload.arrivals[request_id]
+                number = max(number, arrival.step)  # an idle server waits for the next request
+                step.added.append(request_id)
+                self.unfinished.add(request_id)
+                self.call(self.adapter.add, request_id, arrival.prompt, arrival.max_tokens)
+            number += 1
+            step.work.extend(self.call(self.adapter.schedule))
+            requests = self.check_state()
+            step.block_ids.update(
+                {
+                    each.request_id: tuple(requests[each.request_id].block_ids)
+                    for each in step.work
+                    if each.request_id in requests
+                }
+            )
+            step.preempted.extend(sorted(each for each in running if not requests[each].running))
+            self.check_work(step.work, requests)
+            self.check_contents(step.work, requests)
+            histories = {each: _keys(requests[each].token_ids) for each in step.block_ids}
+            tokens = [_next(histories[each.request_id][each.start + each.num_tokens - 1]) for each in step.work]
+            finished = self.call(self.adapter.commit, tokens)
+            self.check_finished(finished)
+            step.finished.extend(sorted(finished))
+            requests = self.check_state()
+            self.check_tokens(requests.values())
+            running = {each.request_id for each in requests.values() if each.running}
+            idle = 0 if step.work or finished else idle + 1
+            if idle > MAX_IDLE_STEPS and self.unfinished:
+                self.fail("progress", f"{idle} steps in a row compute nothing, and {self._names(self.unfinished)} wait")
+            before, num_output = num_output, self.num_output(requests.values())
+            since = 0 if num_output > before else since + 1
+            if since > patience:
+                self.fail("progress", f"no request has got a token in {since} steps")
+
+    # The rules.
+
+    def fail(self, rule: str, message: str, kind: str = "") -> NoReturn:
+        """Report that a rule is broken."""
+        raise _BrokenError(rule, message, kind or rule)
+
+    def call(self, method: Callable[..., T], *arguments: object) -> T:
+        """Rule "raises"."""
+        try:
+            return method(*arguments)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            kind = f"{type(error).__name__} in {frame.name}"
+            text = re.sub(r" at 0x\w+", "", f": {error}") if str(error) else ""  # the same in every run
+            where = f"{Path(frame.filename).name}:{frame.lineno}, `{frame.line}`"
+            self.fail("raises", f"{method.__name__}() raises {kind} ({where}){text}", f"raises {kind}")
+
+    def check_state(self) -> dict[int, RequestState]:
+        """Rules "places" and "blocks". The requests by id."""
+        state = self.call(self.adapter.state)
+        times = Counter(each.request_id for each in state.requests)
+        for request_id, count in times.items():
+            if request_id not in self.unfinished:
+                self.fail("places", f"request {request_id} has finished, and is still in the batch or waits")
+            if count > 1:
+                self.fail("places", f"request {request_id} is {count} times in the batch and among those that wait")
+        if lost := self.unfinished - times.keys():
+            self.fail("places", f"{self._names(lost)}: neither in the batch, nor waiting, nor finished")
+        self.check_blocks(state)
+        return {each.request_id: each for each in state.requests}
+
+    def check_blocks(self, state: State) -> None:
+        """Rule "blocks"."""
+        listed = Counter(block_id for each in state.requests for block_id in each.block_ids)
+        free, cached = Counter(state.free_block_ids), set(state.cached_block_ids)
+        for each in state.requests:
+            if len(set(each.block_ids)) < len(each.block_ids):
+                self.fail("blocks", f"request {each.request_id} lists a block twice: {list(each.block_ids)}")
+        for block_id in sorted({*listed, *free, *cached}):
+            if not 0 <= block_id < self.limits.num_blocks:
+                self.fail("blocks", f"block {block_id} is not one of the cache's {self.limits.num_blocks}")
+            if free[block_id] > 1:
+                self.fail("blocks", f"block {block_id} is {free[block_id]} times in the free list")
+            if free[block_id] and listed[block_id]:
+                holders = [each.request_id for each in state.requests if block_id in each.block_ids]
+                self.fail("blocks", f"block {block_id} is free, and {self._names(holders)} lists it")
+            if free[block_id] and block_id in cached:
+                self.fail("blocks", f"block {block_id} is free, and the prefix cache has it")
+        if lost := set(range(self.limits.num_blocks)) - listed.keys() - free.keys() - cached:
+            self.fail("blocks", f"blocks {sorted(lost)} are lost: not free, and no request or cache has them")
+        if state.references is not None:
+            for block_id in sorted({*listed, *state.references}):
+                count = state.references.get(block_id, 0)
+                if count != listed[block_id]:
+                    self.fail("blocks", f"block {block_id} has {count} references, and {listed[block_id]} list it")
+
+    def check_work(self, work: Sequence[Work], requests: dict[int, RequestState]) -> None:
+        """Rules "work" and "holdings"."""
+        limits = self.limits
+        for each in work:
+            if each.request_id not in requests:
+                self.fail("work", f"request {each.request_id} is scheduled, and is not unfinished")
+            request = requests[each.request_id]
+            end, num_tokens = each.start + each.num_tokens, len(request.token_ids)
+            who = f"request {each.request_id}"
+            if each.num_tokens < 1:
+                self.fail(
+                    "work", f"{who} is scheduled and computes nothing: {each.start} of {num_tokens} tokens are cached"
+                )
+            if not each.start >= 0 or end > num_tokens:
+                self.fail("work", f"{who} computes positions {each.start} to {end - 1}, and has {num_tokens} tokens")
+            if len(request.block_ids) * limits.block_size < end:
+                blocks = f"{len(request.block_ids)} blocks of {limits.block_size}"
+                self.fail("holdings", f"{who} computes positions {each.start} to {end - 1} with {blocks}")
+        times = Counter(each.request_id for each in work)
+        if twice := [request_id for request_id, count in times.items() if count > 1]:
+            self.fail("work", f"{self._names(twice)}: twice in one step")
+        if len(work) > limits.max_num_seqs:
+            self.fail("work", f"{len(work)} requests in a step of at most {limits.max_num_seqs}")
+        if (total := sum(each.num_tokens for each in work)) > limits.max_num_batched_tokens:
+            self.fail("work", f"{total} tokens in a step of at most {limits.max_num_batched_tokens}")
+
+    def check_contents(self, work: Sequence[Work], requests: dict[int, RequestState]) -> None:
+        """Rule "contents": write what the step computes, then read what it attends to."""
+        keys = {each.request_id: _keys(requests[each.request_id].token_ids) for each in work}
+        for each in work:
+            for position in range(each.start, each.start + each.num_tokens):
+                slot = self._slot(requests[each.request_id], position)
+                self.slots[slot] = _Written(keys[each.request_id][position], position, each.request_id)
+        for each in work:
+            for position in range(each.start + each.num_tokens):
+                slot = self._slot(requests[each.request_id], position)
+                written = self.slots.get(slot)
+                if written is None or written.key != keys[each.request_id][position]:
+                    block, offset = divmod(slot, self.limits.block_size)
+                    reads = f"request {each.request_id} reads position {position} from block {block}, slot {offset}"
+                    self.fail("contents", f"{reads}: {self._told(written, each.request_id, position)}")
+
+    def check_finished(self, finished: dict[int, list[int]]) -> None:
+        """Rule "tokens", of requests that have finished."""
+        for request_id, output in finished.items():
+            if request_id not in self.unfinished:
+                self.fail("places", f"request {request_id} has finished a second time, or was never added")
+            if list(output) != (alone := self.alone[request_id]):
+                self.fail("tokens", f"request {request_id} ends with {list(output)}; alone it gets {alone}")
+            self.unfinished.remove(request_id)
+
+    def check_tokens(self, requests: Iterable[RequestState]) -> None:
+        """Rule "tokens", of requests that go on."""
+        for each in requests:
+            prompt, alone = self.workload.arrivals[each.request_id].prompt, self.alone[each.request_id]
+            output = list(each.token_ids[len(prompt) :])
+            if tuple(each.token_ids[: len(prompt)]) != prompt or output != alone[: len(output)]:
+                self.fail("tokens", f"request {each.request_id} has got {output}; alone it gets {alone}")
+            if len(output) >= len(alone):
+                self.fail("tokens", f"request {each.request_id} has its {len(alone)} tokens, and does not finish")
+
+    def num_output(self, requests: Iterable[RequestState]) -> int:
+        """Tokens that all requests have got so far, those that have finished included."""
+        unfinished = {each.request_id: len(each.token_ids) for each in requests}
+        added = [request_id for step in self.steps for request_id in step.added]
+        prompts = {each: len(self.workload.arrivals[each].prompt) for each in added}
+        return sum(unfinished.get(each, prompts[each] + len(self.alone[each])) - prompts[each] for each in added)
+
+    def _slot(self, request: RequestState, position: int) -> int:
+        block, offset = divmod(position, self.limits.block_size)
+        return request.block_ids[block] * self.limits.block_size + offset
+
+    @staticmethod
+    def _told(written: _Written | None, request_id: int, position: int) -> str:
+        """What lies in a slot instead of what is read."""
+        if written is None:
+            return "nothing was written there"
+        who = "it" if written.request_id == request_id else f"request {written.request_id}"
+        after = ", after other tokens" if written.position == position else ""
+        return f"{who} wrote its position {written.position} there{after}"
+
+    @staticmethod
+    def _names(request_ids: Iterable[int]) -> str:
+        ids = sorted(request_ids)
+        return f"request{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
+
+
+# The model: what it generates depends on all tokens before, and on nothing else.
+
+_MODULUS = 2**61 - 1
+
+
+def _keys(token_ids: Iterable[int]) -> list[int]:
+    """For each position, a number for all tokens up to it; as good as unique."""
+    return list(accumulate(token_ids, lambda key, token: (key * 1_000_003 + token + 1) % _MODULUS, initial=7))[1:]
+
+
+def _next(key: int) -> int:
+    """The token that the model generates after tokens with this key."""
+    return (key * 0x9E3779B97F4A7C15 >> 31) % VOCABULARY
+
+
+def _alone(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What a request gets that is served alone."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(_next(_keys(tokens)[-1]))
+    return tokens[len(prompt) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from gettext import gettext as _
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -54,16 +55,10 @@ def audit(
 
 def _tell(console: Console, finding: Finding, count: int) -> None:
     """A finding as a story: the limits, the requests, each step, and what broke the rule."""
-    limits = finding.workload.limits
-    heading = _("{rule}: broken in {count:,} workloads; the smallest found:").format(rule=finding.rule, count=count)
+    heading = _("{kind}: broken in {count:,} workloads; the smallest found:").format(kind=finding.kind, count=count)
     console.print(f"[red]{escape(heading)}[/]", soft_wrap=True)
-    made = _("{blocks} blocks of {size} tokens; a step has at most {seqs} requests and {tokens} tokens").format(
-        blocks=limits.num_blocks,
-        size=limits.block_size,
-        seqs=limits.max_num_seqs,
-        tokens=limits.max_num_batched_tokens,
-    )
-    console.print(f"  {made}", soft_wrap=True)
+    limits = ", ".join(f"{name}={value}" for name, value in asdict(finding.workload.limits).items())
+    console.print(f"  {limits}", soft_wrap=True)
     for request_id, each in enumerate(finding.workload.arrivals):
         asks = _("request {number}: prompt {prompt}, {count} to generate").format(
             number=request_id, prompt=" ".join(map(str, each.prompt)), count=each.max_tokens

@@ -1,5 +1,6 @@
 """Small engines of our own, with the names of nano-vllm's and Mini-SGLang's classes: right, and with a bug each."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -48,7 +49,7 @@ BUGS = {
     ),
     "a block given away while it is shared": (
         (BLOCKS, "            if not self.blocks[block_id].ref_count:\n", "            if True:\n"),
-        ("blocks", "2 times in the free list"),
+        ("blocks", " is free, and request"),
     ),
     "a block given away that is still listed": (
         (BLOCKS, "        sequence.block_table.clear()\n", ""),
@@ -101,7 +102,7 @@ BUGS = {
             "while len(sequence.block_table) * self.size < len(sequence)",
             "while len(sequence.block_table) * self.size < len(sequence) - 1",
         ),
-        ("holdings", "with "),
+        ("holdings", " blocks that this needs"),
     ),
     "an error": (
         (
@@ -109,7 +110,7 @@ BUGS = {
             "            block = self.blocks[self.free",
             "            assert len(self.free_block_ids) > 1\n            block = self.blocks[self.free",
         ),
-        ("raises", "schedule() raises AssertionError in grow (block_manager.py:"),
+        ("raises", "schedule() raises AssertionError in grow, block_manager.py:"),
     ),
 }
 
@@ -236,3 +237,13 @@ def test_the_command_passes_a_right_engine() -> None:
     assert ran.exit_code == 0
     assert "20 workloads" in ran.stdout
     assert "No rule was broken." in ran.stdout
+
+
+def test_what_was_recorded_has_a_fix_for_each_bug() -> None:
+    file = HERE.parents[1] / "benchmarks/results/other_engines.json"
+    recorded = json.loads(file.read_text(encoding="utf-8"))
+    for pair in recorded["pairs"]:
+        assert pair["replayed_before"] == pair["kind"]
+        assert pair["replayed_after"] is None
+        assert pair["count_before"] > 0 == pair["count_after"]
+    assert recorded["audits"]["nano-vllm-9fa256a"]["findings"] == []

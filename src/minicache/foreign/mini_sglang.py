@@ -1,7 +1,7 @@
 """Mini-SGLang's scheduler and radix cache (https://github.com/sgl-project/mini-sglang), from a checkout.
 
-It is driven as its loop without overlap does: the results of a step are processed before the next is scheduled. Known are the
-commits that cache unfinished requests (`CacheManager.cache_req`, from February 2026 on). It needs torch.
+It is driven as its loop without overlap does: the results of a step are processed before the next is scheduled. Known
+are the commits from February 2026 on, which put unfinished requests into the radix cache too. It needs torch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ from rich.table import Table
 from benchmarks._record import record
 from minicache.foreign.adapter import Adapter
 from minicache.foreign.checkout import find_adapter
-from minicache.foreign.rules import Report, audit, replay
+from minicache.foreign.rules import replay
+from minicache.foreign.search import Report, audit
 
 SEEDS, NUM_REQUESTS = 1000, 6
 CHECKOUTS = {

@@ -34,7 +34,7 @@ def audit(
 ) -> None:
     """Audit the scheduler of another engine, without a model, step by step over random workloads."""
     from minicache.foreign.checkout import find_adapter
-    from minicache.foreign.rules import audit as audited
+    from minicache.foreign.search import audit as audited
 
     console = Console(highlight=False)
     adapter = find_adapter(path, engine)
@@ -63,6 +63,8 @@ def _tell(console: Console, finding: Finding, count: int) -> None:
         asks = _("request {number}: prompt {prompt}, {count} to generate").format(
             number=request_id, prompt=" ".join(map(str, each.prompt)), count=each.max_tokens
         )
+        if each.aborted_after is not None:
+            asks += _(", aborted after {count} steps").format(count=each.aborted_after)
         console.print(f"  {asks}", soft_wrap=True)
     for number, step in enumerate(finding.steps):
         told = _("step {number}: {events}").format(number=number, events=_events(step))
@@ -73,6 +75,7 @@ def _tell(console: Console, finding: Finding, count: int) -> None:
 def _events(step: Step) -> str:
     """What happened in a step, in its order."""
     events = [_("{number} arrives").format(number=each) for each in step.added]
+    events += [_("{number} is aborted").format(number=each) for each in step.aborted]
     events += [_("{number} is preempted").format(number=each) for each in step.preempted]
     for each in step.work:
         blocks = " ".join(map(str, step.block_ids.get(each.request_id, ())))

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -158,15 +159,30 @@ def test_two_checkouts_are_kept_apart(tmp_path: Path) -> None:
 
 
 def test_workloads_are_the_same_by_seed_and_fit() -> None:
-    for seed in range(50):
-        workload = random_workload(seed, 6, (2, 3), chunked_prefill=False)
-        assert workload == random_workload(seed, 6, (2, 3), chunked_prefill=False)
+    engine = SimpleNamespace(block_sizes=(2, 3), chunked_prefill=False, can_abort=True)
+    workloads = [random_workload(seed, 6, engine) for seed in range(50)]
+    assert workloads == [random_workload(seed, 6, engine) for seed in range(50)]
+    assert sum(each.aborted_after is not None for workload in workloads for each in workload.arrivals) > 30
+    for workload in workloads:
         limits = workload.limits
         assert limits.max_num_batched_tokens >= limits.max_model_len
-        for each in workload.arrivals:
-            assert (
-                1 <= len(each.prompt) + each.max_tokens <= limits.max_model_len <= limits.num_blocks * limits.block_size
-            )
+        assert limits.max_model_len <= limits.num_blocks * limits.block_size
+        assert all(1 < len(each.prompt) + each.max_tokens <= limits.max_model_len for each in workload.arrivals)
+
+
+def test_a_scheduler_of_ours_by_an_adapter_from_a_file() -> None:
+    adapter = find_adapter(HERE, str(HERE / "our_adapter.py"))
+    report = audit(adapter, seeds=range(150))
+    assert report.findings == []
+    assert report.num_preemptions > 20
+
+
+def test_an_abort_that_does_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = find_adapter(HERE, str(HERE / "our_adapter.py"))
+    monkeypatch.setattr(adapter, "abort", lambda request_id: None)
+    (finding,) = audit(adapter, num_requests=2, seeds=range(20)).findings
+    assert finding.message == "request 0 has ended, and is still in the batch or waits"
+    assert [each.aborted_after for each in finding.workload.arrivals] == [0]
 
 
 ADAPTER = """

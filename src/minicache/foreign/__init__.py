@@ -5,7 +5,8 @@
 | `adapter` | `Adapter`: what an engine must answer to be audited, and the values that it answers with |
 | `checkout` | a checkout's modules, imported next to this package; the adapter that knows a checkout |
 | `workload` | `Workload`: requests and limits by seed, and smaller ones of the same kind |
-| `rules` | the rules, over one workload and over many; the smallest workload that breaks one |
+| `rules` | the rules, over one workload |
+| `search` | many workloads; the smallest that breaks a rule |
 | `nano_vllm`, `mini_sglang` | adapters: they import the engine's own classes from a checkout |
 
 Nothing of another engine is in this package. Pure standard library, but for what a checkout imports.
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
     from minicache.foreign.adapter import Work as Work
     from minicache.foreign.checkout import find_adapter as find_adapter
     from minicache.foreign.checkout import load as load
-    from minicache.foreign.rules import audit as audit
     from minicache.foreign.rules import replay as replay
+    from minicache.foreign.search import audit as audit
     from minicache.foreign.workload import Limits as Limits
     from minicache.foreign.workload import Workload as Workload
 
@@ -33,6 +34,7 @@ __getattr__, __dir__ = lazily(
     __name__,
     adapter="Adapter RequestState State Work",
     checkout="find_adapter load",
-    rules="audit replay",
+    rules="replay",
+    search="audit",
     workload="Limits Workload",
 )

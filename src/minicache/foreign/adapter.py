@@ -79,12 +79,14 @@ class Adapter(ABC):
         block_sizes: sizes of blocks that the scheduler can be made with.
         chunked_prefill: whether a prompt may be computed in several steps. False: the token budget of every workload is
             then large enough for its longest request.
+        can_abort: whether there is an `abort`. True: some requests of every workload are aborted.
     """
 
     name: ClassVar[str]
     marker: ClassVar[str]
     block_sizes: tuple[int, ...] = (2, 3, 4)
     chunked_prefill: bool = True
+    can_abort: bool = False
 
     @abstractmethod
     def __init__(self, checkout: Path) -> None: ...
@@ -112,6 +114,10 @@ class Adapter(ABC):
         Returns:
             The requests that have finished, with their output.
         """
+
+    def abort(self, request_id: int) -> None:
+        """End an unfinished request, between two steps. Only for engines that can: `can_abort`."""
+        raise NotImplementedError
 
     @abstractmethod
     def state(self) -> State:

@@ -23,6 +23,7 @@ class MiniSglang(Adapter):
     name = "mini-sglang"
     marker = "python/minisgl/scheduler/scheduler.py"
     block_sizes = (1, 2, 3)
+    can_abort = True
 
     def __init__(self, checkout: Path) -> None:
         self._torch, self._tensor = _torch_without_pinned_memory()
@@ -94,6 +95,10 @@ class MiniSglang(Adapter):
                 finished[reply.uid] = self._outputs[reply.uid]
         return finished
 
+    def abort(self, request_id: int) -> None:
+        """As `Adapter.abort`."""
+        self._scheduler._process_one_msg(self._messages.AbortBackendMsg(uid=request_id))
+
     def state(self) -> State:
         """As `Adapter.state`."""
         cache, waiting = self._scheduler.cache_manager, self._scheduler.prefill_manager.pending_list
@@ -111,7 +116,7 @@ class MiniSglang(Adapter):
         return [] if self._step is None else list(self._step.batch.reqs)
 
     def _forward(self, batch: Any, _: object) -> Any:
-        """What `Engine.forward_batch` does to the requests, and the tokens."""
+        """What the forward pass does to the requests, and the tokens."""
         for each in batch.reqs:
             each.complete_one()
         return _ForwardOutput((self._next, self._next, MagicMock()))

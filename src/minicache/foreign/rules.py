@@ -1,4 +1,4 @@
-"""The rules, on another engine's scheduler: one workload step by step, many workloads, the smallest that breaks one.
+"""The rules, on another engine's scheduler: one workload, step by step.
 
 | rule | holds |
 |---|---|
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from minicache.foreign.adapter import Adapter, RequestState, State, Work
-from minicache.foreign.workload import VOCABULARY, Workload, random_workload, smaller
+from minicache.foreign.workload import VOCABULARY, Workload
 
 T = TypeVar("T")
 
 MAX_IDLE_STEPS = 2
 """So many steps in a row may compute nothing while there are requests."""
-NUM_CANDIDATES, MAX_REPLAYS = 6, 500
-"""Of each kind of finding, as many workloads are made smaller, each in at most so many runs; the smallest is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +42,7 @@ class Step:
 
     Attributes:
         added: ids of the requests that were added before it.
+        aborted: ids of the requests that were aborted before it.
         work: what it computed.
         block_ids: id → block table, of the requests that it scheduled.
         preempted: ids of requests that were in the batch before it, and wait.
@@ -51,6 +50,7 @@ class Step:
     """
 
     added: list[int] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     block_ids: dict[int, tuple[int, ...]] = field(default_factory=dict)
     preempted: list[int] = field(default_factory=list)
@@ -76,59 +76,6 @@ class Finding:
     steps: list[Step]
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What an audit has found.
-
-    Attributes:
-        num_workloads: that were run.
-        num_steps: of all of them together.
-        num_preemptions: requests that lost their place in the batch.
-        findings: the smallest of each kind, the smallest first. Empty: no rule was broken.
-        counts: kind → how many workloads ended with it.
-    """
-
-    num_workloads: int
-    num_steps: int
-    num_preemptions: int
-    findings: list[Finding]
-    counts: dict[str, int]
-
-
-def audit(
-    adapter: Adapter,
-    num_requests: int = 6,
-    seeds: Iterable[int] = range(300),
-    tell: Callable[[int], None] | None = None,
-) -> Report:
-    """Drive an engine's scheduler over random workloads, and audit every step.
-
-    Args:
-        adapter: of the engine.
-        num_requests: of each workload.
-        seeds: one workload each.
-        tell: called with how many workloads are done.
-    """
-    found: defaultdict[str, list[Finding]] = defaultdict(list)
-    num_workloads = num_steps = num_preemptions = 0
-    for seed in seeds:
-        workload = random_workload(seed, num_requests, adapter.block_sizes, chunked_prefill=adapter.chunked_prefill)
-        steps, finding = replay(adapter, workload)
-        num_workloads += 1
-        num_steps += len(steps)
-        num_preemptions += sum(len(step.preempted) for step in steps)
-        if finding is not None:
-            found[finding.kind].append(finding)
-        if tell is not None:
-            tell(num_workloads)
-    findings = [
-        min((_smallest(adapter, each) for each in sorted(kind, key=_size)[:NUM_CANDIDATES]), key=_size)
-        for kind in found.values()
-    ]
-    counts = {kind: len(each) for kind, each in found.items()}
-    return Report(num_workloads, num_steps, num_preemptions, sorted(findings, key=_size), counts)
-
-
 def replay(adapter: Adapter, workload: Workload) -> tuple[list[Step], Finding | None]:
     """Run one workload to its end, or to the first rule that is broken.
 
@@ -141,26 +88,6 @@ def replay(adapter: Adapter, workload: Workload) -> tuple[list[Step], Finding | 
     except _BrokenError as broken:
         return run.steps, Finding(broken.rule, broken.message, broken.kind, workload, run.steps)
     return run.steps, None
-
-
-def _smallest(adapter: Adapter, finding: Finding) -> Finding:
-    """The finding of the smallest workload that is reached by taking one thing away at a time."""
-    replays = 0
-    while True:
-        for workload in smaller(finding.workload):
-            replays += 1
-            _, found = replay(adapter, workload)
-            if found is not None and found.kind == finding.kind:
-                finding = found
-                break
-            if replays >= MAX_REPLAYS:
-                return finding
-        else:
-            return finding
-
-
-def _size(finding: Finding) -> tuple[int, int, int]:
-    return len(finding.workload.arrivals), finding.workload.num_tokens, len(finding.steps)
 
 
 class _BrokenError(Exception):
@@ -187,8 +114,12 @@ class _Run:
         self.adapter, self.workload, self.limits = adapter, workload, workload.limits
         self.steps: list[Step] = []
         self.alone = [_alone(each.prompt, each.max_tokens) for each in workload.arrivals]
-        self.unfinished: set[int] = set()
+        self.coming = list(range(len(workload.arrivals)))
+        self.unfinished: dict[int, int] = {}
+        """Id → the time of its arrival. Time is counted in steps, and leaps over those without a request."""
+        self.running: set[int] = set()
         self.slots: dict[int, _Written] = {}
+        self.time = self.num_idle = self.num_without_token = self.num_output = 0
 
     def to_the_end(self) -> None:
         """Run all steps.
@@ -197,48 +128,51 @@ class _Run:
             _BrokenError: a rule is broken.
         """
         self.call(self.adapter.start, self.limits)
-        coming = list(range(len(self.alone)))
-        running: set[int] = set()
-        patience = 2 * self.workload.num_tokens + 10
-        idle = since = num_output = number = 0
-        while coming or self.unfinished:
+        while self.coming or self.unfinished:
             step = Step()
             self.steps.append(step)
-            while coming and (self.workload.arrivals[coming[0]].step <= number or not self.unfinished):
-                request_id = coming.pop(0)
-                arrival = self.workload.arrivals[request_id]
-                number = max(number, arrival.step)  # an idle server waits for the next request
-                step.added.append(request_id)
-                self.unfinished.add(request_id)
-                self.call(self.adapter.add, request_id, arrival.prompt, arrival.max_tokens)
-            number += 1
-            step.work.extend(self.call(self.adapter.schedule))
-            requests = self.check_state()
-            step.block_ids.update(
-                {
-                    each.request_id: tuple(requests[each.request_id].block_ids)
-                    for each in step.work
-                    if each.request_id in requests
-                }
-            )
-            step.preempted.extend(sorted(each for each in running if not requests[each].running))
-            self.check_work(step.work, requests)
-            self.check_contents(step.work, requests)
-            histories = {each: _keys(requests[each].token_ids) for each in step.block_ids}
-            tokens = [_next(histories[each.request_id][each.start + each.num_tokens - 1]) for each in step.work]
-            finished = self.call(self.adapter.commit, tokens)
-            self.check_finished(finished)
-            step.finished.extend(sorted(finished))
-            requests = self.check_state()
-            self.check_tokens(requests.values())
-            running = {each.request_id for each in requests.values() if each.running}
-            idle = 0 if step.work or finished else idle + 1
-            if idle > MAX_IDLE_STEPS and self.unfinished:
-                self.fail("progress", f"{idle} steps in a row compute nothing, and {self._names(self.unfinished)} wait")
-            before, num_output = num_output, self.num_output(requests.values())
-            since = 0 if num_output > before else since + 1
-            if since > patience:
-                self.fail("progress", f"no request has got a token in {since} steps")
+            self.arrivals(step)
+            if self.unfinished:
+                self.check_progress(step, self.step(step))
+            self.time += 1
+
+    def arrivals(self, step: Step) -> None:
+        """What happens before a step: requests arrive, and are aborted."""
+        while self.coming and (self.workload.arrivals[self.coming[0]].step <= self.time or not self.unfinished):
+            request_id = self.coming.pop(0)
+            arrival = self.workload.arrivals[request_id]
+            self.time = max(self.time, arrival.step)  # an idle server waits for the next request
+            step.added.append(request_id)
+            self.unfinished[request_id] = self.time
+            self.call(self.adapter.add, request_id, arrival.prompt, arrival.max_tokens)
+        for request_id, since in list(self.unfinished.items()):
+            after = self.workload.arrivals[request_id].aborted_after
+            if after is not None and self.time - since >= after:
+                step.aborted.append(request_id)
+                del self.unfinished[request_id]
+                self.call(self.adapter.abort, request_id)
+        self.running -= set(step.aborted)
+        self.check_state()
+
+    def step(self, step: Step) -> Iterable[RequestState]:
+        """Schedule, compute and commit a step. What is unfinished after it."""
+        work = self.call(self.adapter.schedule)
+        step.work.extend(work)
+        requests = self.check_state()
+        scheduled = {each.request_id: requests[each.request_id] for each in work if each.request_id in requests}
+        step.block_ids.update({request_id: tuple(each.block_ids) for request_id, each in scheduled.items()})
+        step.preempted.extend(sorted(each for each in self.running if not requests[each].running))
+        self.check_work(work, requests)
+        keys = {request_id: _keys(each.token_ids) for request_id, each in scheduled.items()}
+        self.check_contents(work, scheduled, keys)
+        tokens = [_next(keys[each.request_id][each.start + each.num_tokens - 1]) for each in work]
+        finished = self.call(self.adapter.commit, tokens)
+        self.check_finished(finished)
+        step.finished.extend(sorted(finished))
+        requests = self.check_state()
+        self.check_tokens(requests.values())
+        self.running = {each.request_id for each in requests.values() if each.running}
+        return requests.values()
 
     # The rules.
 
@@ -263,10 +197,10 @@ class _Run:
         times = Counter(each.request_id for each in state.requests)
         for request_id, count in times.items():
             if request_id not in self.unfinished:
-                self.fail("places", f"request {request_id} has finished, and is still in the batch or waits")
+                self.fail("places", f"request {request_id} has ended, and is still in the batch or waits")
             if count > 1:
                 self.fail("places", f"request {request_id} is {count} times in the batch and among those that wait")
-        if lost := self.unfinished - times.keys():
+        if lost := self.unfinished.keys() - times.keys():
             self.fail("places", f"{self._names(lost)}: neither in the batch, nor waiting, nor finished")
         self.check_blocks(state)
         return {each.request_id: each for each in state.requests}
@@ -322,9 +256,10 @@ class _Run:
         if (total := sum(each.num_tokens for each in work)) > limits.max_num_batched_tokens:
             self.fail("work", f"{total} tokens in a step of at most {limits.max_num_batched_tokens}")
 
-    def check_contents(self, work: Sequence[Work], requests: dict[int, RequestState]) -> None:
+    def check_contents(
+        self, work: Sequence[Work], requests: dict[int, RequestState], keys: dict[int, list[int]]
+    ) -> None:
         """Rule "contents": write what the step computes, then read what it attends to."""
-        keys = {each.request_id: _keys(requests[each.request_id].token_ids) for each in work}
         for each in work:
             for position in range(each.start, each.start + each.num_tokens):
                 slot = self._slot(requests[each.request_id], position)
@@ -345,7 +280,7 @@ class _Run:
                 self.fail("places", f"request {request_id} has finished a second time, or was never added")
             if list(output) != (alone := self.alone[request_id]):
                 self.fail("tokens", f"request {request_id} ends with {list(output)}; alone it gets {alone}")
-            self.unfinished.remove(request_id)
+            del self.unfinished[request_id]
 
     def check_tokens(self, requests: Iterable[RequestState]) -> None:
         """Rule "tokens", of requests that go on."""
@@ -357,12 +292,23 @@ class _Run:
             if len(output) >= len(alone):
                 self.fail("tokens", f"request {each.request_id} has its {len(alone)} tokens, and does not finish")
 
-    def num_output(self, requests: Iterable[RequestState]) -> int:
-        """Tokens that all requests have got so far, those that have finished included."""
+    def check_progress(self, step: Step, requests: Iterable[RequestState]) -> None:
+        """Rule "progress": within the step, and over as many steps as all tokens together would take, twice."""
+        self.num_idle = 0 if step.work or step.finished else self.num_idle + 1
+        if self.num_idle > MAX_IDLE_STEPS and self.unfinished:
+            waiting = self._names(self.unfinished)
+            self.fail("progress", f"{self.num_idle} steps in a row compute nothing, and {waiting} wait")
+        before, self.num_output = self.num_output, self.output_so_far(requests)
+        self.num_without_token = 0 if self.num_output > before else self.num_without_token + 1
+        if self.num_without_token > 2 * self.workload.num_tokens + 10:
+            self.fail("progress", f"no request has got a token in {self.num_without_token} steps")
+
+    def output_so_far(self, requests: Iterable[RequestState]) -> int:
+        """Tokens that all requests have got; those that have ended count as if they had got all."""
         unfinished = {each.request_id: len(each.token_ids) for each in requests}
-        added = [request_id for step in self.steps for request_id in step.added]
-        prompts = {each: len(self.workload.arrivals[each].prompt) for each in added}
-        return sum(unfinished.get(each, prompts[each] + len(self.alone[each])) - prompts[each] for each in added)
+        lengths = {each: len(arrival.prompt) for each, arrival in enumerate(self.workload.arrivals)}
+        added = [each for each in lengths if each not in self.coming]
+        return sum(unfinished.get(each, lengths[each] + len(self.alone[each])) - lengths[each] for each in added)
 
     def _slot(self, request: RequestState, position: int) -> int:
         block, offset = divmod(position, self.limits.block_size)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Protocol
 
 VOCABULARY = 3
 """Different tokens: so few that prompts and answers repeat each other's blocks."""
@@ -31,11 +32,19 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: before which step it is added, its prompt, and how many tokens it generates."""
+    """A request.
+
+    Attributes:
+        step: before which step it is added.
+        prompt: its tokens, at least one.
+        max_tokens: how many it generates.
+        aborted_after: so many steps later it is aborted, if it is not finished by then; None: it is not aborted.
+    """
 
     step: int
     prompt: tuple[int, ...]
     max_tokens: int
+    aborted_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +60,28 @@ class Workload:
         return sum(len(each.prompt) + each.max_tokens for each in self.arrivals)
 
 
-def random_workload(seed: int, num_requests: int, block_sizes: Sequence[int], *, chunked_prefill: bool) -> Workload:
+class Engine(Protocol):
+    """What a workload must know of an engine; `minicache.foreign.adapter.Adapter` says what each means."""
+
+    block_sizes: tuple[int, ...]
+    chunked_prefill: bool
+    can_abort: bool
+
+
+def random_workload(seed: int, num_requests: int, engine: Engine) -> Workload:
     """A workload in which prefix hits, whole-block prompts, preemptions and chunks are frequent.
 
     Args:
         seed: the same seed gives the same workload.
         num_requests: how many.
-        block_sizes: of which one is taken.
-        chunked_prefill: False: the token budget is enough for the longest request in one step.
+        engine: what it can be made with.
     """
     random = Random(seed)
-    size = random.choice(block_sizes)
+    size = random.choice(engine.block_sizes)
     num_blocks = random.randint(3, 9)
     max_model_len = random.randint(2, min(num_blocks, 6)) * size
     max_num_seqs = random.randint(1, 4)
-    least = max_num_seqs if chunked_prefill else max(max_num_seqs, max_model_len)
+    least = max_num_seqs if engine.chunked_prefill else max(max_num_seqs, max_model_len)
     budget = random.choice((least, least + size, least + random.randrange(4 * size), least + 64))
     phrases = [[random.randrange(VOCABULARY) for _ in range(size)] for _ in range(3)]
     arrivals = []
@@ -77,13 +93,15 @@ def random_workload(seed: int, num_requests: int, block_sizes: Sequence[int], *,
         ]
         prompt = (prompt or [0])[: max_model_len - 1]
         room = max_model_len - len(prompt)
-        arrivals.append(Arrival(step, tuple(prompt), random.randint(1, min(room, 3 * size))))
+        max_tokens = random.randint(1, min(room, 3 * size))
+        aborted_after = random.choice((None, None, None, random.randint(0, 6))) if engine.can_abort else None
+        arrivals.append(Arrival(step, tuple(prompt), max_tokens, aborted_after))
         step += random.choice((0, 0, 1, 3))
     return Workload(Limits(num_blocks, size, max_num_seqs, budget, max_model_len), tuple(arrivals))
 
 
 def smaller(workload: Workload) -> Iterator[Workload]:
-    """Workloads with one thing less: a request, output tokens, a piece of a prompt, waiting before an arrival."""
+    """Workloads with one thing less: a request, an abort, output tokens, a piece of a prompt, time to an arrival."""
     arrivals, size = workload.arrivals, workload.limits.block_size
 
     def with_instead(place: int, *instead: Arrival) -> Workload:
@@ -96,6 +114,10 @@ def smaller(workload: Workload) -> Iterator[Workload]:
             yield replace(workload, arrivals=(*arrivals[:place], *after))
     for place, each in enumerate(arrivals):
         least = arrivals[place - 1].step if place else 0
+        if each.aborted_after is not None:
+            yield with_instead(place, replace(each, aborted_after=None))
+            if each.aborted_after:
+                yield with_instead(place, replace(each, aborted_after=each.aborted_after - 1))
         for fewer in sorted({1, each.max_tokens // 2, each.max_tokens - 1} - {0}):
             if fewer < each.max_tokens:
                 yield with_instead(place, replace(each, max_tokens=fewer))

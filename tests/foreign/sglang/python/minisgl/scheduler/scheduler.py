@@ -3,7 +3,7 @@ from typing import Any
 
 import torch
 from minisgl.core import Req
-from minisgl.message import DetokenizeMsg, UserMsg
+from minisgl.message import AbortBackendMsg, DetokenizeMsg, UserMsg
 from minisgl.utils import div_ceil
 
 
@@ -63,9 +63,23 @@ class Scheduler:
     """One request at a time, its prompt in chunks; a finished one leaves its pages to a cache that nothing reads."""
 
     def _process_one_msg(self, message: Any) -> None:
+        if isinstance(message, AbortBackendMsg):
+            return self.abort(message.uid)
         assert isinstance(message, UserMsg)
         req = Req(message.uid, message.input_ids.pin_memory(), message.sampling_params.max_tokens)
         self.prefill_manager.pending_list.append(req)
+
+    def abort(self, uid: int) -> None:
+        pending, running = self.prefill_manager.pending_list, self.decode_manager.running_reqs
+        (req,) = (each for each in [*pending, *running] if each.uid == uid)
+        pending[:] = [each for each in pending if each is not req]
+        running.discard(req)
+        self.free(req)
+
+    def free(self, req: Req) -> None:
+        if req.table_idx >= 0:
+            self.table_manager.rows.append(req.table_idx)
+            self.cache_manager.cache_req(req)
 
     def _schedule_next_batch(self) -> Any:
         pending, running = self.prefill_manager.pending_list, self.decode_manager.running_reqs
@@ -96,6 +110,5 @@ class Scheduler:
         req.max_tokens -= 1
         if not req.max_tokens:
             self.decode_manager.running_reqs.discard(req)
-            self.table_manager.rows.append(req.table_idx)
-            self.cache_manager.cache_req(req)
+            self.free(req)
         self.send_result([DetokenizeMsg(uid=req.uid, next_token=int(tokens[0]), finished=not req.max_tokens)])

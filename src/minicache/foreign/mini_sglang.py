@@ -7,6 +7,7 @@ are the commits from February 2026 on, which put unfinished requests into the ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -154,9 +155,15 @@ def _module(name: str, **members: object) -> ModuleType:
 
 
 def _messages() -> ModuleType:
-    """Classes for the messages between its processes: plain values, by the same names."""
-    names = ("AbortBackendMsg", "BaseBackendMsg", "BatchBackendMsg", "DetokenizeMsg", "ExitMsg", "UserMsg")
-    return _module("message", **{name: type(name, (SimpleNamespace,), {}) for name in names})
+    """The messages between its processes: plain values, by whatever name they have."""
+
+    @cache
+    def message(name: str) -> type[SimpleNamespace]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (SimpleNamespace,), {})
+
+    return _module("message", __getattr__=message)
 
 
 def _utilities() -> ModuleType:

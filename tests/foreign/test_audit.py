@@ -34,6 +34,13 @@ def test_a_right_engine_breaks_no_rule() -> None:
     assert report.num_preemptions > 50  # or it would be right for want of trouble
 
 
+def test_an_option_of_a_fork_is_off(tmp_path: Path) -> None:
+    fork = planted(
+        tmp_path, SCHEDULER, "config = config\n", "config = config\n        assert config.speculative is None\n"
+    )
+    assert audit(find_adapter(fork), seeds=range(5)).findings == []
+
+
 BUGS = {
     "a block freed twice": (
         (

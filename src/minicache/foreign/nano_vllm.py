@@ -29,6 +29,13 @@ class _Hash:
         return int.from_bytes(self._hash.digest(), "little")
 
 
+class _Config(SimpleNamespace):
+    """The engine's configuration, with what a scheduler reads of it; options that a fork has besides are None."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 class NanoVllm(Adapter):
     """`nanovllm.engine.scheduler.Scheduler`, with its block manager and sequences."""
 
@@ -49,7 +56,7 @@ class NanoVllm(Adapter):
     def start(self, limits: Limits) -> None:
         """As `Adapter.start`."""
         self._sequences.Sequence.block_size = limits.block_size
-        config = SimpleNamespace(
+        config = _Config(
             max_num_seqs=limits.max_num_seqs,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_model_len=limits.max_model_len,

@@ -14,7 +14,7 @@ from minicache_course.symbols import find_symbol
 from minicache_course.table import Phase, Task
 from minicache_course.workspace import Workspace, reference_file
 
-WIDTH = 88
+WIDTH = 78
 """Columns of a side in the page; a longer line is broken."""
 
 

@@ -36,11 +36,11 @@ STAGES: Final = {
     "minicache.scheduler.chunked": ("chunked",),
 }
 """The modules of which a mistake is a scheduler's, and the stages that may show it."""
-BOUNDS: Final = (3, 4)
-"""Requests and blocks, where a mistake is looked for."""
+BOUNDS: Final = ((2, 3), (3, 4))
+"""Requests and blocks, one after the other, where a mistake is looked for."""
 LARGE: Final = {"paged": (4, 4), "fair": (4, 4), "chunked": (4, 4)}
 """Requests and blocks of the large exploration."""
-LIMIT: Final = 1_500
+LIMIT: Final = 3_100
 """States of a case in which a mistake is looked for."""
 TIMEOUT: Final = 300
 
@@ -129,7 +129,7 @@ def look(module: str, file: Path) -> dict[str, Any]:
 
     num_states = 0
     for stage in STAGES[module]:
-        for case in cases(stage, *BOUNDS):
+        for case in (case for bounds in BOUNDS for case in cases(stage, *bounds)):
             report = explore(case, STAGE_PROPERTIES, limit=LIMIT)
             num_states += report.num_states
             if (violation := report.violation) is not None:

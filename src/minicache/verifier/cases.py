@@ -63,6 +63,8 @@ def cases(scheduler: str | type[Scheduler], num_requests: int = 3, num_blocks: i
         )
     if issubclass(classes[0], FairScheduler):
         variants.append(("classes", {"max_num_seqs": 2}, _of_two_classes(shapes)))
+    if "prefix_caching" in has:
+        variants.append(("two prefixes", {"prefix_caching": True, "num_blocks": 2}, _of_two_prefixes(shapes)))
     if "reserve_full_prompt" in has:
         variants.append(("first chunks", {"reserve_full_prompt": False}, shapes))
     return [
@@ -89,6 +91,12 @@ def _outgrowing(shapes: Sequence[Shape]) -> Sequence[Shape]:
 
 
 def _of_two_classes(shapes: Sequence[Shape]) -> Sequence[Shape]:
-    """The same, but the second is of another compatibility class, and says that it arrived long ago."""
+    """The same, but the second is of another class, less urgent, and says that it arrived long ago."""
     one, other = shapes
-    return one, other._replace(group="image", arrival_time=-1.0)
+    return one, other._replace(group="image", priority=2, arrival_time=-1.0)
+
+
+def _of_two_prefixes(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The same, but the second begins otherwise than the first: only requests of one shape share blocks."""
+    one, other = shapes
+    return one, other._replace(prompt_token_ids=[3, 3, 3])

@@ -108,10 +108,12 @@ class TakesTheMostUrgent(TakesTheOldest, RightOrder):
     """Has an order of its own, and preempts from its beginning."""
 
 
-def judged(prop, scheduler, num_requests=2, num_blocks=3, most=None):
+def judged(prop, scheduler, num_requests=2, num_blocks=3, only=""):
     """By how many actions the property is broken, and what it says then; None if it holds whatever happens."""
     found = []
-    for case in cases(scheduler, num_requests, num_blocks)[:most]:
+    for case in cases(scheduler, num_requests, num_blocks):
+        if not case.name.endswith(only):
+            continue
         violation = explore(case, (_called(prop),), ()).violation
         if violation is not None and violation.rule == prop.__name__:
             found.append((len(violation.actions), "\n".join(story(case, violation))))
@@ -139,7 +141,7 @@ def test_holds_of_a_right_scheduler(prop, scheduler):
 
 def test_victims_may_be_ahead_of_others_that_wait():
     """With three requests, a victim may be ahead of one that has not been admitted yet."""
-    that("where victims_are_last is broken", judged(victims_are_last, Right, 3, 4, most=1)).gives(None)
+    that("where victims_are_last is broken", judged(victims_are_last, Right, 3, 4, only="recompute long")).gives(None)
 
 
 @pytest.mark.parametrize(

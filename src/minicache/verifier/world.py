@@ -236,7 +236,7 @@ class World:
             self.num_left -= 1
         elif kind == "fork" or kind == "branch":
             parent = self.request(action.subject)
-            outputs = parent.output_token_ids if kind == "fork" else [*parent.output_token_ids[:-1], OTHER]
+            outputs = None if kind == "fork" else [*parent.output_token_ids[:-1], OTHER]
             child = scheduler.fork_request(parent.request_id, self._free_id(), outputs)
             child.prompt_token_ids = parent.prompt_token_ids
             self.num_left -= 1

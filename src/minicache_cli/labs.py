@@ -24,16 +24,24 @@ def use_labs(console: Console) -> None:
     Args:
         console: told of each module that the learner has begun when the command loads it: whose it is, and why.
     """
-    from minicache_course.finder import install_finished_labs, show
+    from minicache_course.finder import install_finished_labs
 
-    def tell(lab: Lab) -> None:
-        if lab.begun:
-            file, style = show(lab.file), "yellow" if lab.missing else "dim"
-            message = _("reference, not {file}: {missing}") if lab.missing else _("yours: {file}")
-            message = message.format(file=file, missing=translated(lab.missing))
-            console.print(escape(message), style=style, soft_wrap=True, highlight=False)
+    tell_whether_any(console, install_finished_labs(lambda lab: tell(console, lab)))
 
-    labs = install_finished_labs(tell)
+
+def tell(console: Console, lab: Lab) -> None:
+    """Say of a module that the learner has begun whose it is, and why."""
+    from minicache_course.finder import show
+
+    if lab.begun:
+        file, style = show(lab.file), "yellow" if lab.missing else "dim"
+        message = _("reference, not {file}: {missing}") if lab.missing else _("yours: {file}")
+        message = message.format(file=file, missing=translated(lab.missing))
+        console.print(escape(message), style=style, soft_wrap=True, highlight=False)
+
+
+def tell_whether_any(console: Console, labs: list[Lab]) -> None:
+    """Say if none of the learner's files is finished, or whose those are that were not begun."""
     if all(lab.missing for lab in labs):
         console.print(_("None of your files is finished; `minicache status` lists what is left"), style="yellow")
     elif not all(lab.begun for lab in labs):

@@ -191,6 +191,35 @@ def similarity(
     _say(f"{len(pairs)} pairs" + (f" in {written}" if written else ""))
 
 
+@app.command(rich_help_panel=_PANEL)
+def check_record(
+    records: Annotated[list[Path], typer.Argument(help="What students' `minicache status --export` wrote.")],
+    key: Annotated[Path | None, typer.Option(help="The file with the class's key.")] = None,
+    labs: Annotated[Path | None, typer.Option(help="The student's labs folder, to compare with one record.")] = None,
+) -> None:
+    """Check students' records of points. The exit status is 1 if one is not as it was signed."""
+    from minicache_course.export import changed_files, checked, read_key
+
+    course, secret, num_bad = find_workspace().course, read_key(key), 0
+    if labs and len(records) > 1:
+        raise CourseError("--labs is one student's folder: give one record")
+    for file in records:
+        try:
+            record = checked(file.read_text(encoding="utf-8"), secret, course)
+        except (OSError, ValueError, CourseError) as error:
+            num_bad += 1
+            _warn(f"{file}: {error}")
+            continue
+        versions = {str(each["version"]) for each in record["tasks"]} or {str(record["version"])}
+        graded_by = printable(", ".join(sorted(versions)))
+        _say(f"{file}: {record['earned']}/{record['points']} points, graded by minicache {graded_by}")
+        if labs and (changed := changed_files(record, labs)):
+            num_bad += 1
+            _warn(f"{file}: not the files that were graded: {', '.join(changed)}")
+    if num_bad:
+        raise typer.Exit(1)
+
+
 def _open(phase: str, folder: Path) -> tuple[Workspace, Phase]:
     """The course, and its phase of which the folder has submissions."""
     workspace = find_workspace()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from gettext import gettext as _
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,15 +19,27 @@ Mine = Annotated[bool, typer.Option("--mine", help="Use your finished lab files.
 """The option, the same for every command that has it."""
 
 
-def use_labs(console: Console) -> None:
+def use_labs(console: Console) -> list[Lab]:
     """Put the learner's finished files in place of the reference's modules. Call it before any of them is imported.
 
     Args:
         console: told of each module that the learner has begun when the command loads it: whose it is, and why.
+
+    Returns:
+        Every module that has tasks.
     """
     from minicache_course.finder import install_finished_labs
 
-    tell_whether_any(console, install_finished_labs(lambda lab: tell(console, lab)))
+    labs = install_finished_labs(lambda lab: tell(console, lab))
+    tell_whether_any(console, labs)
+    return labs
+
+
+def loaded_files(labs: list[Lab]) -> dict[str, str]:
+    """Of a learner's files those that this process has loaded: module → SHA-256."""
+    from minicache_course.workspace import fingerprint
+
+    return {lab.module: fingerprint(lab.file) for lab in labs if not lab.missing and lab.module in sys.modules}
 
 
 def tell(console: Console, lab: Lab) -> None:

@@ -220,6 +220,27 @@ def check_record(
         raise typer.Exit(1)
 
 
+@app.command(rich_help_panel=_PANEL)
+def check_report(
+    report: Annotated[Path, typer.Argument(help="The report.json of `minicache bench serve --out`.")],
+    labs: Annotated[Path | None, typer.Option(help="The files that must have served; default: labs/.")] = None,
+    ttft: Annotated[float, typer.Option(help="Limit of time to first token, 99th percentile, seconds.")] = 10.0,
+    tpot: Annotated[float, typer.Option(help="Limit of time per output token, 99th percentile, seconds.")] = 0.5,
+) -> None:
+    """Check a load test of a learner's server: all answered, in time, by these lab files. Else exit status 1."""
+    from minicache_course.load_report import read_report
+
+    served = read_report(report)
+    latencies = f"TTFT {served.ttft:.3g} s, TPOT {served.tpot:.3g} s (99th percentiles)"
+    files = f"{len(served.lab_files)} of the learner's files"
+    _say(f"{served.num_ok} of {served.num_requests} answered, {latencies}, {files}")
+    misses = served.misses(find_workspace(labs), ttft, tpot)
+    for miss in misses:
+        _warn(miss)
+    if misses:
+        raise typer.Exit(1)
+
+
 def _open(phase: str, folder: Path) -> tuple[Workspace, Phase]:
     """The course, and its phase of which the folder has submissions."""
     workspace = find_workspace()

@@ -1,7 +1,7 @@
-"""A learner's record: points, versions and seeds of all tasks, in a file that somebody else can check.
+"""A learner's record: points, versions and seeds of all tasks, in a file that a teacher can check.
 
-What the signature proves depends on who has the key. Without a key it is a hash: it shows a slip of an editor, and
-whoever changes the record on purpose makes it anew. With a key it shows that a holder of the key has written the
+What the signature proves depends on who has the key. Without a key it is a hash: it shows a slip of an editor, and a
+record that was changed on purpose has a new one. With a key it shows that a holder of the key has written the
 record. Neither shows that the points were earned: for that, the files are graded again, and the record has their
 fingerprints.
 """

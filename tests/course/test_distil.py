@@ -49,11 +49,15 @@ def engine_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine(engine_file: Path) -> ModuleType:
     """The one file, imported."""
-    spec = importlib.util.spec_from_file_location("my_engine", engine_file)
+    return load(engine_file)
+
+
+def load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["my_engine"] = module  # dataclasses look it up
+    sys.modules[file.stem] = module  # dataclasses look it up
     spec.loader.exec_module(module)
     return module
 
@@ -250,6 +254,59 @@ def test_finished_files_are_taken_and_the_command_says_which(tmp_path: Path) -> 
     assert "class LazyHeap:  # mine" in done.stdout
     assert "begun" not in done.stdout
     assert "never_called" not in done.stdout
+
+
+VARIANTS = {
+    "minicache.scheduler.queue": (
+        ("from heapq import heappop, heappush", "import heapq"),
+        ("heappush(self._heap, (key, request_id))", "heapq.heappush(self._heap, (key, request_id))"),
+        ("            heappop(heap)", "            heapq.heappop(heap)"),
+    ),
+    "minicache.memory.blocks": (
+        (
+            "        block_ids = []\n        for _ in range(count):",
+            "        if count < 0:\n            raise ValueError(count)\n"
+            "        elif count > 2**40:\n            raise ValueError(count)\n"
+            "        else:\n            block_ids = empty()\n        for _ in range(count):",
+        ),
+        ("class FreeList(Protocol):", "def empty():\n    # Mine.\n    return []\n\n\nclass FreeList(Protocol):"),
+    ),
+    "minicache.scheduler.paged": (
+        ("        super().admit(request, output)\n", "        super().admit(request, output=output)\n"),
+        ("class AllocStatus(Enum):", "def _attend(batch):\n    batch.pop()\n\n\nclass AllocStatus(Enum):"),
+        ("        self.running.pop()\n", "        _attend(self.running)\n"),
+    ),
+    "minicache.kernels.plain": (
+        (
+            "    num_blocks = -(-num_tokens // cache.shape[1])\n",
+            "    from minicache.memory.blocks import blocks_for\n\n"
+            "    num_blocks = blocks_for(num_tokens, cache.shape[1])\n",
+        ),
+    ),
+}
+"""Other ways to write the same: module → what is replaced by what."""
+
+
+def test_files_that_are_written_otherwise_compute_the_same(tmp_path: Path) -> None:
+    files = {}
+    for module, edits in VARIANTS.items():
+        text = reference_file(module).read_text(encoding="utf-8")
+        for old, new in edits:
+            assert old in text
+            text = text.replace(old, new, 1)
+        files[module] = tmp_path / f"{module}.py"
+        files[module].write_text(text, encoding="utf-8")
+    text = distilled(files)
+    assert "raise ValueError" not in text
+    assert "from minicache" not in text
+    assert "# Mine." in text
+    assert text.count("def _attend(") == 1
+    file = tmp_path / "variant.py"
+    file.write_text(text, encoding="utf-8")
+    lint = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=E9,F", str(file)]
+    assert subprocess.run(lint, capture_output=True).returncode == 0
+    variant = load(file)
+    test_it_schedules_as_vllm_does(variant)
 
 
 @pytest.mark.parametrize(

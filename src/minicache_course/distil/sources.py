@@ -61,8 +61,41 @@ def read_source(module: str, file: Path) -> Source:
         tree = cst.parse_module(file.read_text(encoding="utf-8"))
     except (cst.ParserSyntaxError, UnicodeDecodeError) as error:
         raise CourseError(f"{file} cannot be read as Python") from error
-    _collect(source, tree.body)
+    _collect(source, tree.visit(_InnerImports(source)).body)
     return source
+
+
+def is_ours(module: str) -> bool:
+    """Whether a module is the package's."""
+    return module.split(".")[0] in ("minicache", "minicache_course")
+
+
+class _InnerImports(cst.CSTTransformer):
+    """Takes imports of the package out of functions, and notes them as if they were at the module's top."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self._source = source
+        self._depth = 0
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self._depth += 1
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self._depth -= 1
+        return updated_node
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        line = original_node.body[0]
+        if not self._depth or not isinstance(line, cst.ImportFrom):
+            return updated_node
+        found = imports_of(line)
+        if not any(is_ours(module) for module, _ in found.values()):
+            return updated_node
+        self._source.imports |= found
+        return cst.RemoveFromParent()
 
 
 def _collect(source: Source, body: Collection[cst.BaseStatement]) -> None:

@@ -97,10 +97,13 @@ def without_checks(node: _Statement, functions: Set[str] = frozenset(), methods:
         node = changed
 
 
+def _passes(node: cst.CSTNode) -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and isinstance(node.body[0], cst.Pass)
+
+
 def _is_idle(node: cst.FunctionDef) -> bool:
     """Whether a function has become empty; or is named as a check, and refuses nothing any more."""
-    last = node.body.body[-1]
-    if isinstance(last, cst.SimpleStatementLine) and isinstance(last.body[0], cst.Pass):
+    if _passes(node.body.body[-1]):
         return True
     node.visit(outcomes := _Outcomes())
     return node.name.value.lstrip("_").startswith(("check_", "require_")) and not outcomes.found
@@ -131,6 +134,7 @@ class _Checks(cst.CSTTransformer):
         super().__init__()
         self._functions = functions
         self._methods = methods
+        self._elifs: set[cst.If] = set()
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -147,12 +151,24 @@ class _Checks(cst.CSTTransformer):
                 return cst.RemoveFromParent()
         return updated_node
 
-    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.RemovalSentinel:
-        """Drop it if all that it does is to refuse misuse."""
+    def visit_If(self, node: cst.If) -> None:
+        """Note which are the `elif` of another."""
+        if isinstance(node.orelse, cst.If):
+            self._elifs.add(node.orelse)
+
+    def leave_If(  # type: ignore[override]
+        self, original_node: cst.If, updated_node: cst.If
+    ) -> cst.If | cst.Else | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
+        """Drop it if all that it does is to refuse misuse; what it does otherwise, it always does then."""
         body, otherwise = updated_node.body, updated_node.orelse
-        if otherwise is None and isinstance(body, cst.IndentedBlock) and (not body.body or _raises_misuse(body)):
+        if not isinstance(body, cst.IndentedBlock) or (body.body and not _raises_misuse(body)):
+            return updated_node
+        if otherwise is None:
             return cst.RemoveFromParent()
-        return updated_node
+        if isinstance(otherwise, cst.If) or original_node in self._elifs:
+            return otherwise
+        rest = [each for each in otherwise.body.body if isinstance(each, cst.BaseStatement) and not _passes(each)]
+        return cst.FlattenSentinel(rest) if rest else cst.RemoveFromParent()
 
     def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For | cst.RemovalSentinel:
         """Drop it if nothing is left of it."""

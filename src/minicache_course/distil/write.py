@@ -17,6 +17,7 @@ from minicache_course.distil.sources import (
     Source,
     Uses,
     defined_names,
+    is_ours,
     is_text,
     locals_of,
     members,
@@ -216,7 +217,7 @@ class _Book:
             is_replaced = its != name or any(name in self.sources[module].definitions for module in _HAND)
             return self.find(source.module, name) if is_replaced and not attribute else None
         module, there = source.imports[name]
-        if not _is_ours(module):
+        if not is_ours(module):
             return None
         if attribute:
             return self.find(f"{module}.{there}", attribute)
@@ -276,7 +277,7 @@ class _Book:
         for name in sorted(used.names):
             if (found := self.resolve(source, name)) is not None:
                 yield found
-            elif (line := source.imports.get(name)) is None or _is_ours(line[0]):
+            elif (line := source.imports.get(name)) is None or is_ours(line[0]):
                 continue
             elif self.external.setdefault(name, line) != line:
                 raise CourseError(f"{source.file} imports another {name} than the other files: rename it")
@@ -336,10 +337,6 @@ class _Book:
             for name in self.sources[module].definitions
             if (module, name) in self.reached
         ]
-
-
-def _is_ours(module: str) -> bool:
-    return module.split(".")[0] in ("minicache", "minicache_course")
 
 
 class _Renamer(cst.CSTTransformer):

@@ -8,6 +8,7 @@ from gettext import gettext as _
 import typer
 from rich.console import Console
 
+from minicache.errors import MissingExtraError
 from minicache_cli.help import Group
 from minicache_cli.labs import Mine, tell, tell_whether_any
 
@@ -17,7 +18,12 @@ app = typer.Typer(cls=Group, pretty_exceptions_show_locals=False)
 @app.command()
 def distil(mine: Mine = False) -> None:
     """Print an engine as one readable file that needs only torch and safetensors."""
-    from minicache_course.distil.write import MAX_LINES, course_modules, distilled
+    try:
+        from minicache_course.distil.write import MAX_LINES, course_modules, distilled
+    except ModuleNotFoundError as error:
+        message = _("{package} is not installed: {command}")
+        command = "pip install 'minicache-course[course]'"
+        raise MissingExtraError(message.format(package=error.name, command=command)) from error
     from minicache_course.finder import find_labs
 
     console = Console(stderr=True)

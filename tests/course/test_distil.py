@@ -256,6 +256,14 @@ def test_finished_files_are_taken_and_the_command_says_which(tmp_path: Path) -> 
     assert "never_called" not in done.stdout
 
 
+def test_without_libcst_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['libcst'] = None; from minicache_cli import main; sys.argv[1:] = ['distil']; main()"
+    environment = {**os.environ, "LANGUAGE": "en"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 1
+    assert done.stderr == "minicache: libcst is not installed: pip install 'minicache-course[course]'\n"
+
+
 VARIANTS = {
     "minicache.scheduler.queue": (
         ("from heapq import heappop, heappush", "import heapq"),

@@ -14,6 +14,7 @@ from minicache_cli import (
     calibrate,
     chat,
     demo,
+    distil,
     fleet,
     folder,
     learn,
@@ -32,6 +33,7 @@ app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals
 for group in (
     folder,
     learn,
+    distil,
     model,
     shelf,
     chat,

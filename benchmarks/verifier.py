@@ -40,7 +40,7 @@ BOUNDS: Final = ((2, 3), (3, 4))
 """Requests and blocks, one after the other, where a mistake is looked for."""
 REFERENCE: Final = {"paged": (3, 4), "fair": (3, 4), "chunked": (3, 4)}
 """Stage → requests and blocks, where the reference is explored."""
-LIMIT: Final = 1_000
+LIMIT: Final = 1_700
 """States of a case in which a mistake is looked for."""
 ENDLESS: Final = 60
 """Seconds for one case after which a call of it counts as endless: an error."""

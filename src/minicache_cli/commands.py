@@ -8,6 +8,7 @@ import typer
 
 from minicache import __version__
 from minicache_cli import (
+    arena,
     author,
     bench,
     calibrate,
@@ -30,6 +31,7 @@ app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals
 for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(arena.app, name="arena")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")
 
 

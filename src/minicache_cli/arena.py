@@ -1,0 +1,117 @@
+"""What one types in the arena: run, verify, board."""
+
+from __future__ import annotations
+
+from gettext import gettext as _
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from minicache_cli.help import Group
+from minicache_cli.show import REPORT, progress, save_json, show_files
+from minicache_course.errors import CourseError
+
+if TYPE_CHECKING:
+    from minicache_course.arena.score import Score
+
+app = typer.Typer(cls=Group, no_args_is_help=True, help="The arena: score a scheduling policy of your own.")
+console = Console(highlight=False)
+
+PolicyFile = Annotated[
+    Path | None, typer.Argument(metavar="[POLICY]", help="The policy; default: labs/arena/policy.py.")
+]
+
+
+@app.command()
+def run(
+    policy: PolicyFile = None,
+    baseline: Annotated[str | None, typer.Option(metavar="NAME", help="Run a baseline instead: chunked, …")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads; 0 to 9 are for practice.")] = 0,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")
+    ] = None,
+    author: Annotated[str, typer.Option(metavar="NAME", help="Your name, for the board.")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the score file here.")] = None,
+) -> None:
+    """Score a policy: the share of the requests that could be served within their limits."""
+    from minicache_course.arena.baselines import ORACLES, text_of
+    from minicache_course.arena.record import as_record
+    from minicache_course.arena.score import NUM_LOADS, score
+    from minicache_course.arena.traces import read_trace
+
+    if baseline is not None and policy is not None:
+        raise typer.BadParameter(_("name a policy or --baseline, not both"))
+    try:
+        text = text_of(baseline) if baseline is not None else _text(policy or _own())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    given = None if trace is None else [read_trace(trace)]
+    with progress(console, _("Serving"), NUM_LOADS if given is None else 1) as tell:
+        found = score(text, seed=seed, given=given, oracle=baseline in ORACLES, tell=tell)
+    console.print(_table(found))
+    console.print(_("[bold]Score: {percent:.2f} % of the bound[/]").format(percent=found.percent))
+    if out is not None:
+        save_json(as_record(found, author or (policy or Path(baseline or "policy")).stem), out)
+        show_files(console, [out])
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The score file.")],
+    policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The policy that is said to have it.")],
+) -> None:
+    """Recompute a score file. The exit status is 1 if anything differs."""
+    from minicache_course.arena.record import differences, read
+    from minicache_course.arena.score import NUM_LOADS, score
+
+    claimed = read(file)
+    with progress(console, _("Serving"), NUM_LOADS) as tell:
+        found = score(_text(policy), seed=claimed["seed"], tell=tell)
+    if told := differences(claimed, found):
+        for line in told:
+            console.print(line, style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+    console.print(
+        _("Verified: {percent:.2f} %, all {count} schedules are the same").format(
+            percent=found.percent, count=len(found.cells)
+        )
+    )
+
+
+def _own() -> Path:
+    """The learner's own policy."""
+    from minicache_course.workspace import find_workspace
+
+    return find_workspace().labs / "arena" / "policy.py"
+
+
+def _text(policy: Path) -> str:
+    try:
+        return policy.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CourseError(_("{policy} cannot be read: {error}").format(policy=policy, error=error)) from error
+
+
+def _table(score: Score) -> Table:
+    """A row for each workload and load."""
+    headings = (_("rate"), _("requests"), _("good"), _("bound"), "TTFT p90", "TPOT p90", _("share"))
+    table = Table(_("workload"), *[f"[bold]{heading}[/]" for heading in headings], **REPORT)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, cells in groupby(score.cells, key=lambda cell: cell.workload):
+        for number, cell in enumerate(cells):
+            table.add_row(
+                "" if number else name,
+                f"{cell.rate:g}",
+                f"{cell.num_requests}",
+                f"{cell.num_good}",
+                f"{cell.bound}",
+                f"{cell.ttft_p90:.2f} s",
+                f"{1e3 * cell.tpot_p90:.0f} ms",
+                f"{cell.share:.1%}",
+            )
+    return table

@@ -43,13 +43,22 @@ BUILTINS: Final = frozenset({
 """Python's own names that may be used. `id` and `hash` are not the same in every process."""
 
 ATTRIBUTES: Final = frozenset({
-    "ag_code", "ag_frame", "cr_code", "cr_frame", "f_back", "f_builtins", "f_code", "f_globals", "f_locals", "format",
-    "format_map", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame", "tb_next", "with_traceback",
+    "ag_code", "ag_frame", "cell_contents", "cr_code", "cr_frame", "f_back", "f_builtins", "f_code", "f_globals", "f_locals",
+    "format", "format_map", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame", "tb_next", "with_traceback",
 })  # fmt: skip
 """Attributes through which a program looks at itself: refused. So are those with two underscores."""
 
-NAMES: Final = frozenset({"ForwardRef", "get_type_hints", "evaluate_forward_ref", "make_dataclass", "singledispatch"})
-"""Of the modules that may be imported, what evaluates text."""
+NAMES: Final = {
+    "abc": {"ABC", "abstractmethod"},
+    "dataclasses": {"dataclass", "field", "replace"},
+    "enum": {"Enum", "IntEnum", "auto"},
+    "functools": {"cache", "cached_property", "cmp_to_key", "lru_cache", "partial", "reduce", "total_ordering"},
+    "typing": {
+        "Any", "ClassVar", "Final", "Generic", "Literal", "NamedTuple", "Protocol", "Self", "TypeAlias", "TypedDict",
+        "TypeVar", "Unpack", "TYPE_CHECKING",
+    },
+}  # fmt: skip
+"""Of some modules, the names that may be used: others get at attributes by a text, or evaluate it."""
 
 DUNDERS: Final = frozenset({"__init__", "__post_init__"})
 """What may be called with two underscores: of `super()`."""
@@ -94,40 +103,47 @@ def check(tree: ast.Module) -> None:
     """Raise unless a file keeps to what is allowed.
 
     Raises:
-        PolicyRefusedError: the first line that does not, and what it uses.
+        PolicyRefusedError: a line does not; the message names it, and what it uses.
     """
     modules: dict[str, str] = {}
-    checked = set[int]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for each in node.names:
                 _import(each.name, node.lineno)
                 modules[each.asname or each.name.split(".")[0]] = each.name if each.asname else each.name.split(".")[0]
         elif isinstance(node, ast.ImportFrom):
-            _import(node.module or ".", node.lineno)
+            module = "." * node.level + (node.module or "")
+            _import(module, node.lineno)
             for each in node.names:
-                if _is_module(node.module or ".", each.name, node.lineno):
-                    modules[each.asname or each.name] = f"{node.module}.{each.name}"
-    bound = _bound(tree)
+                if _is_module(module, each.name, node.lineno):
+                    modules[each.asname or each.name] = f"{module}.{each.name}"
+    bound, bases = _bound(tree), {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            dunder = node.attr.startswith("__") and node.attr not in DUNDERS
-            if dunder or node.attr in ATTRIBUTES:
-                _refuse("attribute", node.lineno, f".{node.attr}")
-            if isinstance(node.value, ast.Name) and node.value.id in modules:
-                checked.add(id(node.value))
-                if _is_module(modules[node.value.id], node.attr, node.lineno):
-                    _refuse("import", node.lineno, f"{node.value.id}.{node.attr}")
-        elif isinstance(node, ast.Name):
-            if node.id not in bound and node.id not in BUILTINS:
-                _refuse("name", node.lineno, node.id)
+            _attribute(node.attr, node.lineno)
         elif isinstance(node, ast.MatchClass):
             for attribute in node.kwd_attrs:
-                if attribute.startswith("__") or attribute in ATTRIBUTES:
-                    _refuse("attribute", node.lineno, f".{attribute}")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id in modules and id(node) not in checked:
-            _refuse("import", node.lineno, node.id)
+                _attribute(attribute, node.lineno)
+        elif isinstance(node, ast.Name) and (
+            node.id.startswith("__") or (node.id not in bound and node.id not in BUILTINS)
+        ):
+            _refuse("name", node.lineno, node.id)
+        if isinstance(node, ast.expr) and _module(node, modules) and id(node) not in bases:
+            _refuse("import", node.lineno, ast.unparse(node))  # a module is used as `module.name` only
+
+
+def _module(node: ast.expr, modules: dict[str, str]) -> str | None:
+    """The module that an expression is; None if it is none. Refused if it is a name that a module does not offer."""
+    if isinstance(node, ast.Name):
+        return modules.get(node.id)
+    if isinstance(node, ast.Attribute) and (module := _module(node.value, modules)):
+        return f"{module}.{node.attr}" if _is_module(module, node.attr, node.lineno) else None
+    return None
+
+
+def _attribute(name: str, line: int) -> None:
+    if (name.startswith("__") and name not in DUNDERS) or name in ATTRIBUTES:
+        _refuse("attribute", line, f".{name}")
 
 
 def _refuse(rule: str, line: int, what: str) -> None:
@@ -147,14 +163,14 @@ def _is_module(module: str, name: str, line: int) -> bool:
     found = getattr(import_module(module), name, None)
     if name.startswith("_") and module != "__future__":
         _refuse("import", line, whole)
-    if found is None or name in NAMES or isinstance(found, ModuleType):
+    if found is None or name not in NAMES.get(module, {name}) or isinstance(found, ModuleType):
         _refuse("import", line, whole)
     return False
 
 
 def _bound(tree: ast.AST) -> set[str]:
-    """Every name that the file gives a meaning anywhere; none of them is one of Python's dangerous ones."""
-    names = {"__name__"}
+    """Every name that the file gives a meaning anywhere."""
+    names = set[str]()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)

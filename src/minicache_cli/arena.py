@@ -5,12 +5,13 @@ from __future__ import annotations
 from gettext import gettext as _
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
 from minicache_cli.show import REPORT, progress, save_json, show_files
 from minicache_course.errors import CourseError
@@ -21,16 +22,21 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Group, no_args_is_help=True, help="The arena: score a scheduling policy of your own.")
 console = Console(highlight=False)
 
+League = Literal["scheduler", "fleet"]
+
 PolicyFile = Annotated[
-    Path | None, typer.Argument(metavar="[POLICY]", help="The policy; default: labs/arena/policy.py.")
+    Path | None, typer.Argument(metavar="[POLICY]", help="The policy; default: policy.py or fleet.py in labs/arena/.")
 ]
 
 
 @app.command()
 def run(
     policy: PolicyFile = None,
+    league: Annotated[
+        League, typer.Option(metavar="LEAGUE", help="scheduler, or fleet: a router and an autoscaler.")
+    ] = ("scheduler"),
     baseline: Annotated[str | None, typer.Option(metavar="NAME", help="Run a baseline instead: chunked, …")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads; 0 to 9 are for practice.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")
     ] = None,
@@ -38,24 +44,24 @@ def run(
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the score file here.")] = None,
 ) -> None:
     """Score a policy: the share of the requests that could be served within their limits."""
-    from minicache_course.arena.baselines import ORACLES, text_of
+    from minicache_course.arena.baselines import FLEETS, text_of
     from minicache_course.arena.record import as_record
-    from minicache_course.arena.score import NUM_LOADS, score
-    from minicache_course.arena.traces import read_trace
 
     if baseline is not None and policy is not None:
         raise typer.BadParameter(_("name a policy or --baseline, not both"))
+    if baseline in FLEETS:
+        league = "fleet"
+    if league == "fleet" and trace is not None:
+        raise typer.BadParameter(_("--trace is for schedulers"))
     try:
-        text = text_of(baseline) if baseline is not None else _text(policy or _own())
+        text = text_of(baseline) if baseline is not None else _text(policy or _own(league))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    given = None if trace is None else [read_trace(trace)]
-    with progress(console, _("Serving"), NUM_LOADS if given is None else 1) as tell:
-        found = score(text, seed=seed, given=given, oracle=baseline in ORACLES, tell=tell)
+    found = _score(text, league, seed, baseline, trace)
     console.print(_table(found))
     console.print(_("[bold]Score: {percent:.2f} % of the bound[/]").format(percent=found.percent))
     if out is not None:
-        save_json(as_record(found, author or (policy or Path(baseline or "policy")).stem), out)
+        save_json(as_record(found, author or (policy or Path(baseline or "policy")).stem, league), out)
         show_files(console, [out])
 
 
@@ -66,27 +72,51 @@ def verify(
 ) -> None:
     """Recompute a score file. The exit status is 1 if anything differs."""
     from minicache_course.arena.record import differences, read
-    from minicache_course.arena.score import NUM_LOADS, score
 
     claimed = read(file)
-    with progress(console, _("Serving"), NUM_LOADS) as tell:
-        found = score(_text(policy), seed=claimed["seed"], tell=tell)
+    found = _score(_text(policy), claimed["league"], claimed["seed"])
     if told := differences(claimed, found):
         for line in told:
             console.print(line, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1)
-    console.print(
-        _("Verified: {percent:.2f} %, all {count} schedules are the same").format(
-            percent=found.percent, count=len(found.cells)
-        )
-    )
+    message = _("Verified: {percent:.2f} %, and all {count} schedules are the same")
+    console.print(message.format(percent=found.percent, count=len(found.cells)))
 
 
-def _own() -> Path:
+@app.command()
+def board(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Score files, each with its policy: ada.json, ada.py.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where index.html and the policies are written.")],
+    title: Annotated[str, typer.Option(metavar="TEXT", help="The page's title.")] = "minicache arena",
+) -> None:
+    """Make a static page of score files: the policies in their order, and their goodput against the load."""
+    from minicache_cli.board import write_board
+
+    make_folder(out)
+    show_files(console, [write_board(folder, out, title)])
+
+
+def _score(text: str, league: str, seed: int, baseline: str | None = None, trace: Path | None = None) -> Score:
+    """Run a policy, with a progress bar."""
+    from minicache_course.arena import fleet, score
+    from minicache_course.arena.baselines import ORACLES
+    from minicache_course.arena.traces import read_trace
+
+    if league == "fleet":
+        with progress(console, _("Serving"), len(fleet.WAVES)) as tell:
+            return fleet.score(text, seed=seed, tell=tell)
+    given = None if trace is None else [read_trace(trace)]
+    with progress(console, _("Serving"), score.NUM_LOADS if given is None else 1) as tell:
+        return score.score(text, seed=seed, given=given, oracle=baseline in ORACLES, tell=tell)
+
+
+def _own(league: str) -> Path:
     """The learner's own policy."""
     from minicache_course.workspace import find_workspace
 
-    return find_workspace().labs / "arena" / "policy.py"
+    return find_workspace().labs / "arena" / ("fleet.py" if league == "fleet" else "policy.py")
 
 
 def _text(policy: Path) -> str:
@@ -108,8 +138,8 @@ def _table(score: Score) -> Table:
                 "" if number else name,
                 f"{cell.rate:g}",
                 f"{cell.num_requests}",
-                f"{cell.num_good}",
-                f"{cell.bound}",
+                f"{cell.num_good}" + (f" - {cell.cost:.0f}" if cell.cost else ""),
+                f"{cell.bound:.0f}",
                 f"{cell.ttft_p90:.2f} s",
                 f"{1e3 * cell.tpot_p90:.0f} ms",
                 f"{cell.share:.1%}",

@@ -49,7 +49,7 @@ def test_three_processes_have_the_same_score_to_the_last_bit():
 def test_a_score_is_the_mean_share_of_the_bounds():
     cells = [Cell("w", 1.0, 10, good, most, 0.0, 0.0, "") for good, most in ((5, 10), (3, 4), (0, 0))]
     assert Score("", 0, tuple(cells)).percent == pytest.approx(100 * (0.5 + 0.75 + 1) / 3)
-    assert cells[0].goodput == 5 / 40
+    assert cells[0].goodput == 5 / 30
 
 
 def test_a_file_is_verified_and_what_differs_is_told(few_loads, tmp_path):

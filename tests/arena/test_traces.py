@@ -28,7 +28,7 @@ def test_azure(tmp_path):
     file = tmp_path / "code.csv"
     file.write_text(AZURE)
     name, rate, sessions = read_trace(file)
-    assert (name, rate) == ("code", 3 / 40)
+    assert (name, rate) == ("code", 3 / 30)
     assert [each.start for each in sessions] == [0.0, 0.052, 0.8]  # the fourth comes after the window
     assert [len(each.turns[0].prompt) for each in sessions] == [4808, 110, 110]
     assert [each.turns[0].length for each in sessions] == [10, 27, 200]

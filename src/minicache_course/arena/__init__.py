@@ -8,15 +8,15 @@
     limits       what a policy's file may import and name
     bound        how many requests no policy can serve better than
     score        all runs of a policy, checked: its share of the bound
+    fleet        the same for a router and an autoscaler
     record       the score file: written, and verified
-    board        a static page of many of them
     baselines/   known policies, a short file each
 
-Pure standard library, but for the board's plots.
+Pure standard library.
 """
 
 from __future__ import annotations
 
-from minicache_course.arena.machine import Arena, Service
+from minicache_course.arena.machine import Arena, FleetArena, Service
 
-__all__ = ["Arena", "Service"]
+__all__ = ["Arena", "FleetArena", "Service"]

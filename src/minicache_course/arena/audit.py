@@ -12,7 +12,7 @@ from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 
-EVERY: Final = 16
+EVERY: Final = 64
 """Calls after which the references of all blocks are counted again, though the batch is the same."""
 
 
@@ -27,7 +27,7 @@ class PolicyAuditor(SharingAuditor):
 
     All other rules are the same: they say whether the step can be computed, and whether a request is lost. Two of them
     are quicker: "writes" looks at blocks with several references only, and "blocks", whose breaches stay, is checked
-    after calls that change who is in the batch, and else every `EVERY` calls.
+    after calls that change who is in the batch, and otherwise every `EVERY` calls.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,17 @@ class PolicyAuditor(SharingAuditor):
         if self._num_unchecked >= EVERY or scheduler.running != self._batch_then:
             super().check_blocks(scheduler)
             self._num_unchecked, self._batch_then = 0, list(scheduler.running)
+
+    def check_copies(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
+        """Rule "writes", the copies, as `SharingAuditor.check_copies`, if any block was copied or replaced.
+
+        Raises:
+            InvariantError: a block was replaced without a copy, or copied elsewhere.
+        """
+        tables = ((self.notes.get(request.request_id), request.block_ids) for request in scheduler.running)
+        kept = all(note is None or note.block_ids == tuple(ids[: len(note.block_ids)]) for note, ids in tables)
+        if output.blocks_to_copy or not kept:
+            super().check_copies(scheduler, output)
 
     def check_writes(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "writes", as `SharingAuditor.check_writes`, if a block is written that has several references.

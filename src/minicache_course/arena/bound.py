@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import floor, fsum
 from typing import NamedTuple
@@ -28,6 +28,7 @@ class Job(NamedTuple):
         prompt: seconds of multiplying that its prompt takes.
         multiplying: with its answer.
         reading: seconds of reading, and its part of the memory as a part of each step's reading of the weights.
+        is_possible: whether it meets its limits when it is alone on the machine.
     """
 
     start: float
@@ -36,6 +37,7 @@ class Job(NamedTuple):
     prompt: float
     multiplying: float
     reading: float
+    is_possible: bool
 
 
 def bound(sessions: Sequence[Session], machine: Machine | None = None) -> int:
@@ -57,7 +59,7 @@ def bound(sessions: Sequence[Session], machine: Machine | None = None) -> int:
         machine: what serves; None: the arena's.
     """
     machine = machine or the_machine()
-    jobs = list(_jobs(sessions, machine))
+    jobs = [job for job in jobs_of(sessions, machine) if job.is_possible]
     accounts = (
         [(job.start, job.first, job.prompt) for job in jobs],
         [(job.start, job.end, job.multiplying) for job in jobs],
@@ -105,8 +107,8 @@ class _Sent:
     hashes: list[BlockHash]
 
 
-def _jobs(sessions: Sequence[Session], machine: Machine) -> Iterable[Job]:
-    """Those of all requests that can arrive in the window and meet their limits when each is alone."""
+def jobs_of(sessions: Sequence[Session], machine: Machine) -> Iterator[Job]:
+    """Those of all requests that can arrive in the window."""
     sent = [_session(number, session) for number, session in enumerate(sessions)]
     holders: dict[BlockHash, set[int]] = {}
     counts: dict[BlockHash, int] = {}
@@ -125,8 +127,7 @@ def _jobs(sessions: Sequence[Session], machine: Machine) -> Iterable[Job]:
                 found = place if counts[each] > 1 else found
                 shared = place if len(holders[each]) > 1 else shared
             job, done = _job(request, arrives, found * BLOCK_SIZE, shared * BLOCK_SIZE, machine)
-            if job is not None:
-                yield job
+            yield job
             arrives = done
 
 
@@ -152,8 +153,8 @@ def _session(number: int, session: Session) -> list[_Sent]:
     return requests
 
 
-def _job(request: _Sent, arrives: float, num_found: int, num_shared: int, machine: Machine) -> tuple[Job | None, float]:
-    """What a request needs; None if it misses a limit even alone. And when it is over, at the earliest."""
+def _job(request: _Sent, arrives: float, num_found: int, num_shared: int, machine: Machine) -> tuple[Job, float]:
+    """What a request needs, and when it is over, at the earliest."""
     cost, service = machine.cost, request.service
     num_prompt, num_more = request.num_prompt, request.length - 1
     last = num_prompt + num_more  # tokens that are computed or found
@@ -169,8 +170,6 @@ def _job(request: _Sent, arrives: float, num_found: int, num_shared: int, machin
     ttft = max(prompt, cost.seconds_of_weights + num_prompt * cost.seconds_per_row) + cost.overhead_seconds
     rest = num_more * weights + (rows - num_prompt) * cost.seconds_per_row
     done = arrives + ttft + rest
-    if ttft > service.ttft or rest > num_more * service.tpot:
-        return None, done
     latest = arrives if request.is_first else max(arrives, WINDOW)
     first = latest + service.ttft
     job = Job(
@@ -180,6 +179,7 @@ def _job(request: _Sent, arrives: float, num_found: int, num_shared: int, machin
         prompt + overhead,
         prompt + decode + request.length * overhead,
         reading,
+        ttft <= service.ttft and rest <= num_more * service.tpot,
     )
     return job, done
 

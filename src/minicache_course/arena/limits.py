@@ -43,8 +43,8 @@ BUILTINS: Final = frozenset({
 """Python's own names that may be used. `id` and `hash` are not the same in every process."""
 
 ATTRIBUTES: Final = frozenset({
-    "ag_code", "ag_frame", "cell_contents", "cr_code", "cr_frame", "f_back", "f_builtins", "f_code", "f_globals", "f_locals",
-    "format", "format_map", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame", "tb_next", "with_traceback",
+    "ag_code", "ag_frame", "cell_contents", "cr_code", "cr_frame", "f_back", "f_builtins", "f_code", "f_globals",
+    "f_locals", "format", "format_map", "gi_code", "gi_frame", "gi_yieldfrom", "tb_frame", "tb_next", "with_traceback",
 })  # fmt: skip
 """Attributes through which a program looks at itself: refused. So are those with two underscores."""
 

@@ -24,6 +24,15 @@ MAX_NUM_SEQS: Final = 256
 MAX_NUM_BATCHED_TOKENS: Final = 8192
 """The most tokens of a step: a longest prompt fits into one."""
 
+MAX_REPLICAS: Final = 8
+"""The most replicas of a fleet, those that are starting included."""
+
+START_SECONDS: Final = 20.0
+"""From the decision until a new replica takes requests."""
+
+PRICE: Final = 0.5
+"""Good requests that a second of a replica must bring to be worth it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Service:
@@ -60,6 +69,25 @@ class Arena:
     service: Callable[[Request], Service]
     step_seconds: Callable[[Iterable[tuple[int, int]]], float]
     length: Callable[[Request], int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetArena:
+    """What a fleet's policy is told.
+
+    Attributes:
+        now: the time, in seconds of the run.
+        max_replicas: `MAX_REPLICAS`.
+        start_seconds: `START_SECONDS`.
+        price: `PRICE`.
+        block_size: tokens of a block, as the router sees prompts.
+    """
+
+    now: Callable[[], float]
+    max_replicas: int = MAX_REPLICAS
+    start_seconds: float = START_SECONDS
+    price: float = PRICE
+    block_size: int = BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)

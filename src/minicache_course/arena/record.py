@@ -15,13 +15,16 @@ from minicache_course.language import said
 FORMAT = "minicache arena 1"
 """What a score file begins with."""
 
+_FIELDS = {"version", "author", "league", "policy", "seed", "score", "cells"}
 
-def as_record(score: Score, author: str) -> dict[str, Any]:
+
+def as_record(score: Score, author: str, league: str = "scheduler") -> dict[str, Any]:
     """A score as JSON has it. The same policy, version and seed give the same, to the last bit."""
     return {
         "format": FORMAT,
         "version": __version__,
         "author": author,
+        "league": league,
         "policy": score.policy,
         "seed": score.seed,
         "score": score.percent,
@@ -39,7 +42,7 @@ def read(file: Path) -> dict[str, Any]:
         record: Any = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CourseError(said("{file} is no score file: {error}", file=str(file), error=str(error))) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT or not isinstance(record.get("cells"), list):
+    if not isinstance(record, dict) or record.get("format") != FORMAT or not record.keys() >= _FIELDS:
         raise CourseError(said("{file} is no score file of `minicache arena run`", file=str(file)))
     return record
 
@@ -51,7 +54,7 @@ def differences(claimed: dict[str, Any], score: Score) -> list[str]:
         claimed: by the file.
         score: recomputed from the policy, with the file's seed.
     """
-    found = json.loads(json.dumps(as_record(score, claimed.get("author", ""))))
+    found = json.loads(json.dumps(as_record(score, claimed["author"], claimed["league"])))
     told = [_differs(name, claimed.get(name), found[name]) for name in ("version", "policy", "score")]
     if len(claimed["cells"]) != len(found["cells"]):
         told.append(_differs("cells", len(claimed["cells"]), len(found["cells"])))

@@ -23,20 +23,22 @@ class Cell:
         rate: sessions per second.
         num_requests: that arrived, and finished.
         num_good: of them, those whose limits were met.
-        bound: how many could at most.
+        bound: how many could at most; of a fleet, less what they cost at least.
         ttft_p90: seconds.
         tpot_p90: seconds.
         schedule: the hash of all that was scheduled, in hexadecimal digits.
+        cost: of a fleet, what its replicas cost, in good requests.
     """
 
     workload: str
     rate: float
     num_requests: int
     num_good: int
-    bound: int
+    bound: float
     ttft_p90: float
     tpot_p90: float
     schedule: str
+    cost: float = 0.0
 
     @property
     def goodput(self) -> float:
@@ -46,7 +48,7 @@ class Cell:
     @property
     def share(self) -> float:
         """Of the bound, 0 … 1."""
-        return self.num_good / self.bound if self.bound else 1.0
+        return max(0.0, self.num_good - self.cost) / self.bound if self.bound else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,7 @@ def _other_lengths(sessions: Sequence[Session], unfinished: dict[Place, int]) ->
 
 
 def _cell(name: str, rate: float, run: Run, most: int) -> Cell:
-    ttft, tpot = (_p90([value(each) for each in run.outcomes]) for value in (_ttft, _tpot))
+    ttft, tpot = (p90([value(each) for each in run.outcomes]) for value in (_ttft, _tpot))
     last = run.digests[-1].hex() if run.digests else ""
     return Cell(name, rate, len(run.outcomes), run.num_good, most, ttft, tpot, last)
 
@@ -180,6 +182,6 @@ def _tpot(outcome: Outcome) -> float:
     return outcome.tpot
 
 
-def _p90(values: list[float]) -> float:
+def p90(values: list[float]) -> float:
     """The ninth decile: the smallest value that nine tenths do not exceed."""
     return sorted(values)[-(-9 * len(values) // 10) - 1] if values else 0.0

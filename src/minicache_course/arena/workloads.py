@@ -8,7 +8,7 @@ bit of a machine's logarithm changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from random import Random
 from typing import Final
@@ -30,7 +30,7 @@ STOP: Final = VOCABULARY.stop
 ANSWERED: Final = 0
 """Every other token that it generates."""
 
-WINDOW: Final = 40.0
+WINDOW: Final = 30.0
 """Seconds in which requests arrive. What arrives later is not sent."""
 
 CHAT: Final = Service("chat", ttft=1.5, tpot=0.08, max_tokens=1024)
@@ -110,24 +110,31 @@ def microseconds(seconds: float) -> float:
 
 
 def chats(rate: float, seed: str) -> Iterator[Session]:
-    """Chats with ShareGPT's messages and answers; three turns on average, and eight seconds between them, assumed."""
+    """Chats, as `chat` makes them."""
     for number, start in _starts(poisson_arrivals(rate, Random(f"starts {seed}"))):
-        rng = Random(f"{number} {seed}")
-        yield Session(CHAT, start, (), tuple(_turns(rng, CHAT, SHAREGPT.prompt, SHAREGPT.output, 3.0, 8.0)))
+        yield replace(chat(Random(f"{number} {seed}"), seed), start=start)
+
+
+def chat(rng: Random, seed: str) -> Session:
+    """A chat with ShareGPT's messages and answers; three turns on average, and eight seconds between them, assumed."""
+    return Session(CHAT, 0.0, (), tuple(_turns(rng, CHAT, SHAREGPT.prompt, SHAREGPT.output, 3.0, 8.0)))
 
 
 def agents(rate: float, seed: str) -> Iterator[Session]:
-    """Agents with one of three tool prompts of 2,000 tokens: six turns on average, a tool runs for a second between.
+    """Agents, as `agent` makes them."""
+    for number, start in _starts(poisson_arrivals(rate, Random(f"starts {seed}"))):
+        yield replace(agent(Random(f"{number} {seed}"), seed), start=start)
+
+
+def agent(rng: Random, seed: str) -> Session:
+    """An agent with one of three tool prompts of 2,000 tokens: six turns on average, and a second of tool between them.
 
     The prompts are shared as in Mooncake's trace, in which half of all tokens are found in a cache, and the answers are
     as long as there; what a tool returns is 250 tokens on average, assumed.
     """
-    tools = [_tokens(Random(f"tools {kind} {seed}"), 2000) for kind in range(3)]
+    tools = _tokens(Random(f"tools {rng.randrange(3)} {seed}"), 2000)
     result = LengthDistribution.from_mean(250, 1.0)
-    for number, start in _starts(poisson_arrivals(rate, Random(f"starts {seed}"))):
-        rng = Random(f"{number} {seed}")
-        prefix = tools[rng.randrange(3)]
-        yield Session(AGENT, start, prefix, tuple(_turns(rng, AGENT, result, MOONCAKE_OUTPUT, 6.0, 1.0)))
+    return Session(AGENT, 0.0, tools, tuple(_turns(rng, AGENT, result, MOONCAKE_OUTPUT, 6.0, 1.0)))
 
 
 def code(rate: float, seed: str) -> Iterator[Session]:
@@ -151,11 +158,11 @@ def batch(rate: float, seed: str) -> Iterator[Session]:
 
 
 def mix(rate: float, seed: str) -> Iterator[Session]:
-    """Chats, completions and jobs together; in the third quarter of the window a burst of completions."""
+    """Chats, completions and jobs together; half-way through the window a burst of completions."""
     burst = (
         session
         for session in code(2 * rate, f"burst {seed}")
-        if WINDOW / 2 <= session.start < WINDOW * 5 / 8  # five seconds
+        if WINDOW / 2 <= session.start < WINDOW * 2 / 3  # five seconds
     )
     parts = (chats(0.5 * rate, seed), code(0.7 * rate, seed), batch(0.5 * rate, seed), burst)
     return iter(sorted((session for part in parts for session in part), key=lambda session: session.start))

@@ -18,7 +18,10 @@ BASELINES: Final = (
     "least_slack",
     *ORACLES,
 )
-"""All of them, by their files' names."""
+"""Schedulers, by their files' names."""
+
+FLEETS: Final = ("fleet_round_robin", "fleet_affinity")
+"""Those of the second league."""
 
 
 def text_of(name: str) -> str:
@@ -27,6 +30,6 @@ def text_of(name: str) -> str:
     Raises:
         ValueError: there is no such baseline.
     """
-    if name not in BASELINES:
-        raise ValueError(f"no baseline {name!r}: there are {', '.join(BASELINES)}")
+    if name not in BASELINES + FLEETS:
+        raise ValueError(f"no baseline {name!r}: there are {', '.join(BASELINES + FLEETS)}")
     return (Path(__file__).parent / f"{name}.py").read_text(encoding="utf-8")

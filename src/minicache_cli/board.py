@@ -18,6 +18,7 @@ from minicache.plots import STYLE
 from minicache_course.arena.record import read
 from minicache_course.arena.workloads import WINDOW
 from minicache_course.errors import CourseError
+from minicache_course.language import in_use
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -127,8 +128,10 @@ def _page(found: Sequence[Entry], title: str) -> str:
         "Requests that met the limits of their class, as a share of what no policy can exceed; the mean over all "
         "workloads and loads. Seed {seed}. To recompute a score: `minicache arena verify` with the policy's file."
     ).format(seed=found[0].record["seed"])
+    language, plots = in_use(), _("Goodput against load")
+    what = _("Goodput of the best policies against the load, a plot for each workload")
     return f"""<!doctype html>
-<html lang="{_("en")}">
+<html lang="{language}">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title>
@@ -139,8 +142,8 @@ def _page(found: Sequence[Entry], title: str) -> str:
 <tr>{"".join(f'<th scope="col">{escape(each)}</th>' for each in headings)}</tr>
 {rows}
 </table></div>
-<h2>{escape(_("Goodput against load"))}</h2>
-<div class="plot" role="img" aria-label="{escape(_("Goodput of the best policies against the load"))}">
+<h2>{escape(plots)}</h2>
+<div class="plot" role="img" aria-label="{escape(what)}">
 {plot(found[:MOST_LINES])}
 </div>
 </html>

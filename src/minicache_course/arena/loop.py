@@ -45,7 +45,7 @@ class PolicyRefusedError(CourseError):
     """
 
     def __init__(self, rule: str, message: str) -> None:
-        super().__init__(said("refused ({rule}): {message}", rule=said(rule), message=message))
+        super().__init__(said("refused ({rule}): {message}", rule=rule, message=message))
         self.rule, self.message = rule, message
 
     def on(self, load: str) -> PolicyRefusedError:

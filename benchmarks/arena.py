@@ -17,7 +17,8 @@ from rich.console import Console
 
 from benchmarks._record import record
 from minicache_cli.show import progress
-from minicache_course.arena.baselines import BASELINES, ORACLES, text_of
+from minicache_course.arena import fleet
+from minicache_course.arena.baselines import BASELINES, FLEETS, ORACLES, text_of
 from minicache_course.arena.score import NUM_LOADS, score
 from minicache_course.arena.workloads import WINDOW, WORKLOADS
 
@@ -47,8 +48,14 @@ def main() -> None:
                 for cell in found.cells
             ]
             console.print(name, board[-1])
+    fleets: list[dict[str, Any]] = []
+    for name in FLEETS:
+        found = fleet.score(text_of(name), seed=seed)
+        of_loads = {cell.workload: f"{100 * cell.share:.0f}" for cell in found.cells}
+        fleets.append({"policy": name, "score": f"{found.percent:.1f}"} | of_loads)
+        console.print(fleets[-1])
     board.sort(key=lambda row: -float(row["score"]))
-    console.print(record("arena", {"seed": seed, "board": board, "goodput": plot}))
+    console.print(record("arena", {"seed": seed, "board": board, "fleets": fleets, "goodput": plot}))
 
 
 def _tell(tell: Callable[[int], None], before: int, num_done: int) -> None:

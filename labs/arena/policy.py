@@ -3,7 +3,7 @@
     minicache arena run
 
 scores it. The rules, the score and its bound: docs/en/arena.md. `arena` has the machine's options, the time, and the
-limits of every request; nobody tells you how long an answer will be.
+limits of every request. How long an answer will be is not known.
 """
 
 from minicache.scheduler import ChunkedPrefillScheduler

@@ -25,7 +25,7 @@ PURE = (
         for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator", "structured")
     ),
     *(f"minicache/tiers/{name}.py" for name in ("__init__", "contract", "cpu", "specs", "stack")),  # not the folder
-    *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents", "language.py")),
+    *(f"minicache_course/{name}" for name in ("__init__.py", "arena", "errors.py", "incidents", "language.py")),
 )
 """What of `src` is pure standard library, and what a playground runs."""
 

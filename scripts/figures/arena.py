@@ -42,7 +42,7 @@ def goodput(figure: Figure, scheme: Scheme) -> None:
         axes.plot(rates, [cell["bound"] for cell in cells], "--", color=INK[scheme], linewidth=1, label="bound")
         axes.set(title=workload, ylim=(0, None), xticks=rates)
     for axes in panels[:, 0]:
-        axes.set_ylabel("good requests per second")
+        axes.set_ylabel("good requests/s")
     for axes in (*panels[1, :2], panels[0, 2]):
         axes.set_xlabel("sessions per second")
     handles, labels = panels[0, 0].get_legend_handles_labels()

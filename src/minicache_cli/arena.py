@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from minicache import __version__
 from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
 from minicache_cli.show import REPORT, progress, save_json, show_files
@@ -35,7 +36,7 @@ def run(
     league: Annotated[
         League, typer.Option(metavar="LEAGUE", help="scheduler, or fleet: a router and an autoscaler.")
     ] = ("scheduler"),
-    baseline: Annotated[str | None, typer.Option(metavar="NAME", help="Run a baseline instead: chunked, …")] = None,
+    baseline: Annotated[str | None, typer.Option(metavar="NAME", help="Run a baseline instead, such as chunked.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")
@@ -61,7 +62,8 @@ def run(
     console.print(_table(found))
     console.print(_("[bold]Score: {percent:.2f} % of the bound[/]").format(percent=found.percent))
     if out is not None:
-        save_json(as_record(found, author or (policy or Path(baseline or "policy")).stem, league), out)
+        name = author or (policy or Path(baseline or "policy")).stem
+        save_json(as_record(found, __version__, name, league), out)
         show_files(console, [out])
 
 
@@ -75,7 +77,7 @@ def verify(
 
     claimed = read(file)
     found = _score(_text(policy), claimed["league"], claimed["seed"])
-    if told := differences(claimed, found):
+    if told := differences(claimed, found, __version__):
         for line in told:
             console.print(line, style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1)

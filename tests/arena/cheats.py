@@ -102,7 +102,7 @@ def add_request(self, request):
         super().add_request(request)
 """),
     ),
-    "it leaves a request for ever": (
+    "it leaves a request forever": (
         "audit",
         policy("""
 def head(self):

@@ -18,7 +18,7 @@ from minicache_course.errors import CourseError
 
 def put(folder, name, text, num_good, seed=0):
     cells = [Cell(load, rate, 30, num_good, 30, 1.0, 0.05, "ab") for load in ("chats", "code") for rate in (1.0, 2.0)]
-    record = as_record(Score(digest(text), seed, tuple(cells)), f"{name} <b>")
+    record = as_record(Score(digest(text), seed, tuple(cells)), "1", f"{name} <b>")
     (folder / f"{name}.json").write_text(json.dumps(record))
     (folder / f"{name}.py").write_text(text)
 

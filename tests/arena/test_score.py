@@ -28,7 +28,7 @@ from minicache_course.arena.record import as_record
 from minicache_course.arena.score import score
 from minicache_course.arena.workloads import WORKLOADS
 given = [("few", 1.0, few()), ("code", 4.0, WORKLOADS[2].sessions(0, 0)[:40])]
-print(json.dumps(as_record(score(text_of("least_slack"), given=given), "x")))
+print(json.dumps(as_record(score(text_of("least_slack"), given=given), "1", "x")))
 """
 
 
@@ -69,8 +69,8 @@ def test_a_file_is_verified_and_what_differs_is_told(few_loads, tmp_path):
 
 
 def test_another_policy_does_not_have_the_score(few_loads):
-    claimed = as_record(score(text_of("chunked")), "ada")
-    told = differences(claimed, score(text_of("paged")))
+    claimed = as_record(score(text_of("chunked")), "1", "ada")
+    told = differences(claimed, score(text_of("paged")), "1")
     assert any(line.startswith("policy: ") for line in told)
     assert any("schedule" in line for line in told)
 

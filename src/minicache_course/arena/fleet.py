@@ -35,7 +35,7 @@ INTERVAL: Final = 5.0
 """Seconds from one question to the autoscaler to the next."""
 
 TOKEN_SECONDS: Final = 0.04
-"""How long a token takes in the server where these sessions came from: their turns do not wait for this one."""
+"""How long a token takes in the server where these sessions came from. The next turn does not wait for this one."""
 
 
 Rate = Callable[[float], float]

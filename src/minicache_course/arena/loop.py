@@ -33,7 +33,7 @@ Policy = Callable[[Arena], Scheduler]
 Result = TypeVar("Result")
 
 Place = tuple[int, int]
-"""Which request: the number of its session, and of its turn."""
+"""Which request: the numbers of session and turn."""
 
 
 class PolicyRefusedError(CourseError):

@@ -53,7 +53,7 @@ class Service:
 
 @dataclass(frozen=True, slots=True)
 class Arena:
-    """What a policy is told. The same functions are good at any time during the run.
+    """What a policy is given. The same functions are good at any time during the run.
 
     Attributes:
         options: the keyword arguments of a `minicache.scheduler.base.Scheduler` for this machine. A policy may lower
@@ -73,7 +73,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class FleetArena:
-    """What a fleet's policy is told.
+    """What a fleet's policy is given.
 
     Attributes:
         now: the time, in seconds of the run.

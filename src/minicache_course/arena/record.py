@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from minicache import __version__
 from minicache_course.arena.score import Score
 from minicache_course.errors import CourseError
 from minicache_course.language import said
@@ -18,11 +17,18 @@ FORMAT = "minicache arena 1"
 _FIELDS = {"version", "author", "league", "policy", "seed", "score", "cells"}
 
 
-def as_record(score: Score, author: str, league: str = "scheduler") -> dict[str, Any]:
-    """A score as JSON has it. The same policy, version and seed give the same, to the last bit."""
+def as_record(score: Score, version: str, author: str, league: str = "scheduler") -> dict[str, Any]:
+    """A score as JSON has it. The same policy, version and seed give the same, to the last bit.
+
+    Args:
+        score: what was found.
+        version: of minicache.
+        author: for people.
+        league: "scheduler" or "fleet".
+    """
     return {
         "format": FORMAT,
-        "version": __version__,
+        "version": version,
         "author": author,
         "league": league,
         "policy": score.policy,
@@ -47,14 +53,15 @@ def read(file: Path) -> dict[str, Any]:
     return record
 
 
-def differences(claimed: dict[str, Any], score: Score) -> list[str]:
+def differences(claimed: dict[str, Any], score: Score, version: str) -> list[str]:
     """What a score file claims that was not found, a line each; [] if all of it was.
 
     Args:
         claimed: by the file.
         score: recomputed from the policy, with the file's seed.
+        version: of minicache, with which it was.
     """
-    found = json.loads(json.dumps(as_record(score, claimed["author"], claimed["league"])))
+    found = json.loads(json.dumps(as_record(score, version, claimed["author"], claimed["league"])))
     told = [_differs(name, claimed.get(name), found[name]) for name in ("version", "policy", "score")]
     if len(claimed["cells"]) != len(found["cells"]):
         told.append(_differs("cells", len(claimed["cells"]), len(found["cells"])))

@@ -100,7 +100,7 @@ def score(
         text: of its file.
         seed: of the workloads. A class may keep its own secret.
         given: other loads, from a trace.
-        oracle: it is a baseline that is told every length.
+        oracle: it is a baseline that knows every length.
         tell: is called with the number of loads that are done.
 
     Raises:
@@ -127,13 +127,13 @@ def checked_run(text: str, sessions: Sequence[Session], *, oracle: bool = False)
     """Serve sessions with a policy; and again, to see whether it does the same, and whether it knows what will be.
 
     The second run must schedule as the first. In the third, the answers that are unfinished half-way through have other
-    lengths, the long ones short and the short ones long, and what has not begun by then never comes. Nobody can know
+    lengths, the long ones short and the short ones long, and what has not begun by then never comes. No policy can know
     of either before half-way, so up to there all must be as it was, wherever a policy may have its knowledge from.
 
     Args:
         text: of the policy's file, which is loaded anew for each run.
         sessions: in the order of their starts.
-        oracle: it is told every length, and may know what will be.
+        oracle: it knows every length.
 
     Returns:
         The first run, in which every step was audited.

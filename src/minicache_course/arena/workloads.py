@@ -1,4 +1,4 @@
-"""The five workloads: sessions whose turns arrive when the turn before has been answered. Pure standard library.
+"""The five workloads, in sessions: a turn arrives when the one before has been answered. Pure standard library.
 
 Lengths and arrivals come from the published traces (`minicache.simulator.workload`, and Mooncake's); what these do not
 say, such as the pause before a next message, is assumed, and said so here. All times are whole microseconds, so a last

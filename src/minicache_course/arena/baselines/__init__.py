@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 ORACLES: Final = ("shortest_oracle", "shortest_noisy")
-"""Those that are told the length of every answer. No learner's policy is."""
+"""Those that know the length of every answer. No learner's policy is."""
 
 BASELINES: Final = (
     "static",

@@ -1,6 +1,6 @@
 """Shortest remaining answer first, by a predictor that is wrong by up to a factor of two (Fu et al. 2024).
 
-It is told every length, and blurs it; so it is not a policy that can be handed in.
+It knows every length, and blurs it; so it is not a policy that can be handed in.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Shortest remaining answer first, by an oracle (Schrage 1968): what a perfect predictor of lengths would be worth.
 
-It is told every length, so it is not a policy that can be handed in.
+It knows every length, so it is not a policy that can be handed in.
 """
 
 from __future__ import annotations

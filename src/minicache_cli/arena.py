@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 app = typer.Typer(cls=Group, no_args_is_help=True, help="The arena: score a scheduling policy of your own.")
 console = Console(highlight=False)
 
-League = Literal["scheduler", "fleet"]
+League = Annotated[
+    Literal["scheduler", "fleet"],
+    typer.Option(metavar="LEAGUE", help="scheduler, or fleet: a router and an autoscaler."),
+]
 
 PolicyFile = Annotated[
     Path | None, typer.Argument(metavar="[POLICY]", help="The policy; default: policy.py or fleet.py in labs/arena/.")
@@ -33,10 +36,10 @@ PolicyFile = Annotated[
 @app.command()
 def run(
     policy: PolicyFile = None,
-    league: Annotated[
-        League, typer.Option(metavar="LEAGUE", help="scheduler, or fleet: a router and an autoscaler.")
-    ] = ("scheduler"),
-    baseline: Annotated[str | None, typer.Option(metavar="NAME", help="Run a baseline instead, such as chunked.")] = None,
+    league: League = "scheduler",
+    baseline: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Run a baseline, such as chunked, instead.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
     trace: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")

@@ -144,6 +144,30 @@ def create(arena):
     return PagedScheduler(**(arena.options | {"num_blocks": 10_000}))
 """,
     ),
+    "its batch has more slots": (
+        "machine",
+        """
+from minicache.scheduler import PagedScheduler
+def create(arena):
+    return PagedScheduler(**(arena.options | {"max_num_seqs": 1000}))
+""",
+    ),
+    "its memory grows": (
+        "machine",
+        """
+from minicache.memory.blocks import BlockPool
+from minicache.scheduler import PagedScheduler
+
+class Policy(PagedScheduler):
+    def schedule(self):
+        if not self.pool.num_used:
+            self.pool = BlockPool(10_000, 16)
+        return super().schedule()
+
+def create(arena):
+    return Policy(**arena.options)
+""",
+    ),
     "it is no scheduler": ("create", "def create(arena):\n    return 3\n"),
     "it does nothing": (
         "audit",

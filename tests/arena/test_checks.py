@@ -56,6 +56,51 @@ def add_request(self, request):
     assert checked_run(more + text.lstrip("\n"), few()).num_good
 
 
+def test_a_scheduler_may_be_written_from_scratch():
+    text = """
+from collections import deque
+
+from minicache.request import RequestStatus
+from minicache.scheduler import Scheduler, SchedulerOutput
+
+
+class Own(Scheduler):
+    def schedule(self):
+        self.outstanding = output = SchedulerOutput()
+        self.token_budget = 600
+        for request in list(self.running):
+            self.grow(request, output)
+        for request in list(self.waiting.values()):
+            if self.token_budget > 0 and self.pool.num_free > 300:
+                self.waiting.remove(request)
+                request.status = RequestStatus.RUNNING
+                self.running.append(request)
+                self.grow(request, output)
+        return output
+
+    def grow(self, request, output):
+        num_new = min(request.num_tokens - request.num_computed_tokens, self.token_budget)
+        if num_new:
+            held = len(request.block_ids)
+            request.block_ids += self.pool.allocate(-(-(request.num_computed_tokens + num_new) // 16) - held)
+            output.num_scheduled_tokens[request.request_id] = num_new
+            output.scheduled.append(request)
+            self.token_budget -= num_new
+
+    def check_size(self, request): pass
+    def blocks_to_admit(self, request): return 0
+    def schedule_running(self, output): pass
+    def may_admit(self, output): return True
+    def schedule_waiting(self, output): pass
+
+
+def create(arena):
+    return Own(**arena.options)
+"""
+    run = checked_run(text, few())
+    assert run.num_good > 6
+
+
 class Peeking(ChunkedPrefillScheduler):
     """Looks into the loop, where the answers are."""
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from scripts.browser import build, course
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -22,7 +22,7 @@ from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.costs import StepLoad
 from minicache_course.arena.audit import PolicyAuditor
-from minicache_course.arena.machine import BLOCK_SIZE, MAX_MODEL_LEN, Arena, Machine, Service, the_machine
+from minicache_course.arena.machine import BLOCK_SIZE, MAX_MODEL_LEN, MAX_NUM_SEQS, Arena, Machine, Service, the_machine
 from minicache_course.arena.workloads import STOP, WINDOW, Session, answer
 from minicache_course.errors import CourseError
 from minicache_course.language import said
@@ -164,6 +164,7 @@ class Loop:
                 run.seconds = max(run.seconds, self._coming[0][0])
             self._receive(self._scheduler)
             output = self._guarded(self._scheduler.schedule)
+            self._check_machine(self._scheduler)
             self._check(output)
             self._hash.update(_as_bytes(output))
             run.digests.append(self._hash.digest())
@@ -189,18 +190,19 @@ class Loop:
         scheduler = self._policy(arena)
         if not isinstance(scheduler, Scheduler):
             raise PolicyRefusedError("create", said("create(arena) returned {got}, no Scheduler", got=repr(scheduler)))
+        self._check_machine(scheduler)
+        return observe(scheduler, PolicyAuditor()) if self._audit else scheduler
+
+    def _check_machine(self, scheduler: Scheduler) -> None:
+        """The scheduler has no more memory and no more batch slots than there are."""
         host = 0 if scheduler.host_pool is None else scheduler.host_pool.num_blocks
         pool, most = scheduler.pool, self._machine.num_blocks
-        if pool.num_blocks > most or host > most or pool.block_size != BLOCK_SIZE:
+        is_larger = pool.num_blocks > most or host > most or scheduler.max_num_seqs > MAX_NUM_SEQS
+        if is_larger or pool.block_size != BLOCK_SIZE:
+            blocks = said("{most} blocks of {size} tokens, and as many on the host", most=most, size=BLOCK_SIZE)
             raise PolicyRefusedError(
-                "machine",
-                said(
-                    "the machine has {most} blocks of {size} tokens, and as many in the host's memory",
-                    most=most,
-                    size=BLOCK_SIZE,
-                ),
+                "machine", said("there are {blocks}, and {slots} batch slots", blocks=blocks, slots=MAX_NUM_SEQS)
             )
-        return observe(scheduler, PolicyAuditor()) if self._audit else scheduler
 
     def _receive(self, scheduler: Scheduler) -> None:
         """Hand over every request that has arrived by now."""

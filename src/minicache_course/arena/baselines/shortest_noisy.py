@@ -1,4 +1,4 @@
-"""Shortest remaining answer first, by a predictor that is wrong by up to a factor of two (Fu et al. 2024).
+"""Shortest remaining answer first, by a predictor wrong by up to a factor of two (Fu et al. 2024, learning to rank).
 
 It knows every length, and blurs it; so it is not a policy that can be handed in.
 """

@@ -22,7 +22,7 @@ from minicache.simulator.fleet import FleetReport, FleetSimulation, Scaling
 from minicache.simulator.workload import varying_arrivals
 from minicache_course.arena.bound import jobs_of
 from minicache_course.arena.limits import load, unchanged
-from minicache_course.arena.loop import PolicyRefusedError, described
+from minicache_course.arena.loop import PolicyRefusedError, refused_for
 from minicache_course.arena.machine import MAX_REPLICAS, PRICE, START_SECONDS, FleetArena, the_machine
 from minicache_course.arena.score import Cell, Score, digest, p90
 from minicache_course.arena.workloads import Session, Turn, agent, answer, chat, microseconds
@@ -134,7 +134,7 @@ def _guarded(call: Callable[[], Any]) -> Any:
     except PolicyRefusedError:
         raise
     except Exception as error:
-        raise PolicyRefusedError("error", described(error)) from error
+        raise refused_for(error) from error
 
 
 def _serve(text: str, sent: Sequence[Session], lengths: Mapping[int, int]) -> tuple[FleetReport, _Watched]:

@@ -16,7 +16,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from minicache_course.arena.loop import POLICY_FILE, Policy, PolicyRefusedError, described
+from minicache_course.arena.loop import POLICY_FILE, Policy, PolicyRefusedError, refused_for
 from minicache_course.language import said
 
 MODULES: Final = frozenset({
@@ -78,7 +78,7 @@ def load(text: str, *, name: str = "create") -> Any:
         tree = ast.parse(text)
     except (SyntaxError, ValueError) as error:
         line = getattr(error, "lineno", None) or 1
-        raise PolicyRefusedError("syntax", said("line {line}: {what}", line=line, what=str(error))) from error
+        raise PolicyRefusedError("syntax", said("line {line}: {what}", line=line, what=str(error)), line) from error
     check(tree)
     module = ModuleType("minicache_policy")
     module.__dict__["__builtins__"] = _builtins()
@@ -86,7 +86,7 @@ def load(text: str, *, name: str = "create") -> Any:
     try:
         exec(compile(tree, POLICY_FILE, "exec"), module.__dict__)
     except Exception as error:
-        raise PolicyRefusedError("error", described(error)) from error
+        raise refused_for(error) from error
     found = module.__dict__.get(name)
     if not isinstance(found, FunctionType):
         raise PolicyRefusedError("create", said("define a function {name}(arena)", name=name))
@@ -147,7 +147,8 @@ def _attribute(name: str, line: int) -> None:
 
 
 def _refuse(rule: str, line: int, what: str) -> None:
-    raise PolicyRefusedError(rule, said("line {line}: {what} is not allowed in a policy", line=line, what=what))
+    message = said("line {line}: {what} is not allowed in a policy", line=line, what=what)
+    raise PolicyRefusedError(rule, message, line)
 
 
 def _import(name: str, line: int) -> None:

@@ -42,15 +42,16 @@ class PolicyRefusedError(CourseError):
     Attributes:
         rule: which, in one word.
         message: what it did.
+        line: of its file, if it is known; else None.
     """
 
-    def __init__(self, rule: str, message: str) -> None:
+    def __init__(self, rule: str, message: str, line: int | None = None) -> None:
         super().__init__(said("refused ({rule}): {message}", rule=rule, message=message))
-        self.rule, self.message = rule, message
+        self.rule, self.message, self.line = rule, message, line
 
     def on(self, load: str) -> PolicyRefusedError:
         """The same, with the load on which it happened."""
-        return PolicyRefusedError(self.rule, said("{load}: {message}", load=load, message=self.message))
+        return PolicyRefusedError(self.rule, said("{load}: {message}", load=load, message=self.message), self.line)
 
 
 class Outcome(NamedTuple):
@@ -289,14 +290,15 @@ class Loop:
         except InvariantError as error:
             raise PolicyRefusedError("audit", str(error)) from error
         except Exception as error:
-            raise PolicyRefusedError("error", described(error)) from error
+            raise refused_for(error) from error
 
 
-def described(error: Exception) -> str:
+def refused_for(error: Exception) -> PolicyRefusedError:
     """What a policy has raised, and in which of its lines."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == POLICY_FILE]
     what = str(error) if isinstance(error, MinicacheError) else f"{type(error).__name__}: {error}"
-    return said("line {line}: {what}", line=lines[-1], what=what) if lines else what
+    message = said("line {line}: {what}", line=lines[-1], what=what) if lines else what
+    return PolicyRefusedError("error", message, lines[-1] if lines else None)
 
 
 def _as_bytes(output: SchedulerOutput) -> bytes:

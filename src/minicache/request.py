@@ -241,5 +241,6 @@ class Request:
     def __repr__(self) -> str:
         return (
             f"Request({self.request_id!r}, {self.status.name}, {self.num_prompt_tokens} + "
-            f"{len(self.output_token_ids)}/{self.max_tokens} tokens, {self.num_computed_tokens} computed)"
+            f"{len(self.output_token_ids)}/{self.max_tokens} tokens, {self.num_computed_tokens} computed"
+            f"{', and a placeholder' if self.num_placeholders else ''})"
         )

@@ -9,6 +9,7 @@ import typer
 from minicache import __version__
 from minicache_cli import (
     arena,
+    audit,
     author,
     bench,
     calibrate,
@@ -28,7 +29,7 @@ from minicache_cli import (
 from minicache_cli.help import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
+for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, calibrate, audit, demo, teach):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(arena.app, name="arena")

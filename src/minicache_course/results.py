@@ -48,8 +48,9 @@ class TestResult:
         message: the learner's message; "" if it passed.
         printed: the end of what the learner's code printed.
         needs: of a test that is not written, the id of another task if it is that one's code which is missing.
-        distance: of a test that failed, how far what it tells may be from the mistake. 0: a check of what a call gave;
-            1: a check of an example that Hypothesis has found; 2 and 3: an error raised on the way to one.
+        distance: of a test that failed, how far what it tells may be from the mistake. 0: a check of what a call gave,
+            or a rule that a `check()` found broken; 1: likewise, of an example that Hypothesis has found; 2 and 3: an
+            error raised on the way to one.
     """
 
     __test__ = False

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from _pytest.assertion import rewrite
 
-from minicache.errors import KernelUnavailableError
+from minicache.errors import InvariantError, KernelUnavailableError
 from minicache_course import checks, finder, scenario, seeds
 from minicache_course.checks import PLACES, CheckFailed, named, told, unwrapped, unwritten_task
 from minicache_course.encoding import encoding_fault
@@ -281,7 +281,7 @@ class GradingSession:
                 head = f"phase {task.phase}, task {task.number}: {task.title}"
                 report.longrepr = translated(joined("\n", [head, message, pointers(self._task_by_id(needs) or task)]))
         # Reports carry extra attributes from process to process, so this works under xdist too.
-        distance = 2 * (not _is_verdict(error)) + _is_hypothesis_test(item)
+        distance = 2 * (not _is_telling(error)) + _is_hypothesis_test(item)
         told_of = (task.id, _title(item), outcome.value, message, needs, distance)
         report.minicache = told_of  # type: ignore[attr-defined]
         return report
@@ -375,6 +375,11 @@ def _is_hypothesis_test(item: pytest.Item) -> bool:
 def _is_verdict(error: BaseException | None) -> bool:
     """Whether a check says what is wrong with what a call gave: no error raised on the way there."""
     return isinstance(error, CheckFailed) or (isinstance(error, pytest.fail.Exception) and not error.pytrace)
+
+
+def _is_telling(error: BaseException | None) -> bool:
+    """Whether it is a verdict, or the rule that a `check()` found broken."""
+    return _is_verdict(error) or isinstance(error, InvariantError)
 
 
 def _prepare_triton() -> str:

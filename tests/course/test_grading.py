@@ -314,3 +314,16 @@ def test_a_check_is_told_before_an_error_on_the_way_and_with_its_scenario(toys: 
         "got       2",
         "expected  3",
     ]
+
+
+def test_a_broken_rule_is_told_before_a_larger_scenario(toys: Toys, grade: Grade) -> None:
+    (toys.tests / "test_task_2_bytes.py").write_text(
+        "from minicache.arithmetic.arithmetic import dtype_nbytes\n"
+        "from minicache.errors import InvariantError\n"
+        "from minicache_course.checks import call\n\n"
+        "def test_small():\n    raise InvariantError('a block has two owners')\n\n"
+        "def test_large():\n    call(dtype_nbytes, 'float16').gives(3)\n"
+    )
+    problem = grade(toys.workspace, toys.phase, task=2).tasks[0].first_problem
+    assert problem is not None
+    assert "a block has two owners" in problem.message

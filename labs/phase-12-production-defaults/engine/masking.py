@@ -20,7 +20,7 @@ def mask_rows(logits: Tensor, rows: Sequence[int], allowed: Tensor) -> Tensor:
 
     Args:
         logits: `[B, vocab]`, of any floating dtype, on any device. Not changed.
-        rows: R rows of it, in ascending order.
+        rows: R rows of it, in ascending order; none if no request is constrained.
         allowed: `[R, vocab]` bool, on any device: which tokens each of `rows` may have.
 
     Returns:

@@ -1,5 +1,14 @@
 # Phase 12, production-defaults: your file. It stands in for minicache.scheduler.async_chunked.
 # Write what raises NotImplementedError. `minicache grade 12` grades it, `minicache hint 12.K` helps with task K.
+#
+# Predict, before you write task 12.1. `minicache grade` checks it, without points.
+# Blocks have 4 slots. A request has a prompt of 8 tokens and max_tokens 5, and every step is scheduled before the one
+# before it is committed. How many blocks does it hold after the second schedule()?
+# 12.1a =
+# What is its num_computed_tokens after the third schedule(), before step 2 is committed?
+# 12.1b =
+# It never stops early. Which schedule(), counted from 1, is the first to give it no token?
+# 12.1c =
 """Asynchronous scheduling: step n + 1 is scheduled while the model runs step n.
 
 Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts
@@ -56,14 +65,15 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         self.ahead: SchedulerOutput | None = None
         self.awaited: list[Request] = []
         self._capacity = self.pool.num_blocks * self.pool.block_size  # tokens of the whole pool
-        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # tokens of a finished request
+        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # with so many tokens, it ends
 
     # Ahead of the tokens
 
     def schedule(self) -> SchedulerOutput:
         """As `VllmOptionsScheduler.schedule`; but an outstanding step is counted (`count`), and stays outstanding.
 
-        It is not given up: that a step has failed is not known here. Then `recover` is called.
+        It is not given up: that a step has failed is not known here. Then `recover` is called. A step without work is
+        one too.
 
         Returns:
             The step's work. If another step is outstanding, it is the one `ahead`; else it is outstanding itself.
@@ -148,8 +158,8 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
 
         Each request that the step generates a token for (`awaited`), and that has not finished since, gets it
         (`append_token`). A request that has been preempted since gets its stale token too, and no counter of it
-        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released
-        (`release`), and their ids are free again. The others keep their order.
+        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released, and
+        their ids are free again (`_forget`). The others keep their order.
 
         Blocks that the step has filled are cached (`cache_computed`), those of requests that finish now included.
 

@@ -54,14 +54,15 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
         self.ahead: SchedulerOutput | None = None
         self.awaited: list[Request] = []
         self._capacity = self.pool.num_blocks * self.pool.block_size  # tokens of the whole pool
-        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # tokens of a finished request
+        self._longest = min(self.max_model_len or sys.maxsize, self._capacity + 1)  # with so many tokens, it ends
 
     # Ahead of the tokens
 
     def schedule(self) -> SchedulerOutput:
         """As `VllmOptionsScheduler.schedule`; but an outstanding step is counted (`count`), and stays outstanding.
 
-        It is not given up: that a step has failed is not known here. Then `recover` is called.
+        It is not given up: that a step has failed is not known here. Then `recover` is called. A step without work is
+        one too.
 
         Returns:
             The step's work. If another step is outstanding, it is the one `ahead`; else it is outstanding itself.
@@ -161,8 +162,8 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
 
         Each request that the step generates a token for (`awaited`), and that has not finished since, gets it
         (`append_token`). A request that has been preempted since gets its stale token too, and no counter of it
-        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released
-        (`release`), and their ids are free again. The others keep their order.
+        changes. Requests that finish with their token leave the batch, or the waiting queue; they are released, and
+        their ids are free again (`_forget`). The others keep their order.
 
         Blocks that the step has filled are cached (`cache_computed`), those of requests that finish now included.
 

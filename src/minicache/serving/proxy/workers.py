@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
@@ -30,6 +31,9 @@ Kind = Literal["minicache", "vllm", "other"]
 CONNECT_SECONDS: Final = 5.0
 IDLE_SECONDS: Final = 4.0
 """An idle connection is closed after it; uvicorn closes its end after 5 s."""
+
+PROBE: Final = {b"Connection": b"close"}
+"""A probe closes what is idle for too long in its pool; a connection that it kept would be there until the next one."""
 
 NUM_UNFINISHED: Final = ("vllm:num_requests_running", "vllm:num_requests_waiting")
 HITS, QUERIES = "vllm:prefix_cache_hits", "vllm:prefix_cache_queries"
@@ -168,7 +172,9 @@ class Workers:
             self.membership.join(url, max_unfinished=max_unfinished)
         self._check_seconds = check_seconds
         self._check_timeout = httpx.Timeout(check_timeout)
-        self._metrics_headers = {} if metrics_key is None else {b"Authorization": f"Bearer {metrics_key}".encode()}
+        self._metrics_headers = PROBE.copy()
+        if metrics_key is not None:
+            self._metrics_headers[b"Authorization"] = f"Bearer {metrics_key}".encode()
         self._checks: list[asyncio.Task[None]] = []
         self._first_checks = [asyncio.Event() for _ in self.workers]
         self._client = httpx.AsyncClient(
@@ -309,12 +315,11 @@ class Workers:
         Raises:
             httpx.HTTPError: it is not healthy.
         """
-        health = await self._client.get(f"{worker.url}/health", timeout=self._check_timeout)
+        ask = functools.partial(self._client.get, timeout=self._check_timeout)
+        health = await ask(f"{worker.url}/health", headers=PROBE)
         if health.status_code >= 500:
             health.raise_for_status()
-        metrics = await self._client.get(
-            f"{worker.url}/metrics", headers=self._metrics_headers, timeout=self._check_timeout
-        )
+        metrics = await ask(f"{worker.url}/metrics", headers=self._metrics_headers)
         if metrics.status_code != 200:
             return {}
         worker.kind = _kind(metrics.text)

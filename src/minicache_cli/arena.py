@@ -1,7 +1,8 @@
-"""What one types in the arena: run, verify, board."""
+"""What one types in the arena: run, verify, board, grade."""
 
 from __future__ import annotations
 
+import csv
 from gettext import gettext as _
 from itertools import groupby
 from pathlib import Path
@@ -101,6 +102,36 @@ def board(
 
     make_folder(out)
     show_files(console, [write_board(folder, out, title)])
+
+
+@app.command()
+def grade(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="A policy for each student: ada.py, bob.py.")],
+    curve: Annotated[str, typer.Option(metavar="S:P,S:P", help="Scores and their points, such as 40:0,70:6,85:10.")],
+    league: League = "scheduler",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
+    out: Annotated[Path, typer.Option("--csv", metavar="FILE", help="Write the points here.")] = Path("arena.csv"),
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds until a policy counts as an endless loop.")] = 120,
+) -> None:
+    """Give a class points for its policies, each scored in a sandbox."""
+    from minicache_teach.arena import mark, read_curve
+    from minicache_teach.sandbox import why_unavailable
+
+    points = read_curve(curve)
+    if not (files := sorted(folder.glob("*.py"))):
+        raise CourseError(_("{folder} has no policies").format(folder=folder))
+    if why := why_unavailable():
+        console.print(_("Policies are not isolated: {why}").format(why=why), style="yellow", soft_wrap=True)
+    with out.open("w", newline="", encoding="utf-8") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(("student", "points", "score", "note"))
+        with progress(console, _("Serving"), len(files)) as tell:
+            for number, file in enumerate(files, start=1):
+                found = mark(file, points, league=league, seed=seed, timeout=timeout)
+                score = "" if found.score is None else f"{found.score:.2f}"
+                rows.writerow((found.student, f"{found.points:g}", score, found.note))
+                tell(number)
+    show_files(console, [out])
 
 
 def _score(text: str, league: str, seed: int, baseline: str | None = None, trace: Path | None = None) -> Score:

@@ -29,6 +29,10 @@ League = Annotated[
     typer.Option(metavar="LEAGUE", help="scheduler, or fleet: a router and an autoscaler."),
 ]
 
+Trace = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")
+]
+
 PolicyFile = Annotated[
     Path | None, typer.Argument(metavar="[POLICY]", help="The policy; default: policy.py or fleet.py in labs/arena/.")
 ]
@@ -42,9 +46,7 @@ def run(
         str | None, typer.Option(metavar="NAME", help="Run a baseline, such as chunked, instead.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the workloads.")] = 0,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Requests of a trace instead: Azure's CSV, Mooncake's JSONL.")
-    ] = None,
+    trace: Trace = None,
     author: Annotated[str, typer.Option(metavar="NAME", help="Your name, for the board.")] = "",
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the score file here.")] = None,
 ) -> None:
@@ -75,12 +77,13 @@ def run(
 def verify(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="The score file.")],
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="The policy that is said to have it.")],
+    trace: Trace = None,
 ) -> None:
     """Recompute a score file. The exit status is 1 if anything differs."""
     from minicache_course.arena.record import differences, read
 
     claimed = read(file)
-    found = _score(_text(policy), claimed["league"], claimed["seed"])
+    found = _score(_text(policy), claimed["league"], claimed["seed"], trace=trace)
     if told := differences(claimed, found, __version__):
         for line in told:
             console.print(line, style="red", markup=False, soft_wrap=True)

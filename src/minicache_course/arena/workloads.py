@@ -185,10 +185,14 @@ def _starts(times: Iterable[float]) -> Iterator[tuple[int, float]]:
 def _turns(
     rng: Random, service: Service, new: LengthDistribution, output: LengthDistribution, mean_turns: float, pause: float
 ) -> Iterator[Turn]:
-    """A session's turns: after each, the same chance that it was the last. Those that do not fit are not sent."""
+    """A session's turns: after each, the same chance that it was the last. Those that do not fit are not sent.
+
+    The tokens of prompts come from another generator than the lengths: the state of the one, which a policy could work
+    out from a long prompt, says nothing of the other.
+    """
+    tokens, longest = Random(f"tokens {rng.random()}"), MAX_MODEL_LEN - service.max_tokens
     while True:
-        longest = MAX_MODEL_LEN - service.max_tokens
-        prompt = _tokens(rng, min(new.sample(rng), longest))
+        prompt = _tokens(tokens, min(new.sample(rng), longest))
         length = min(output.sample(rng), service.max_tokens)
         yield Turn(prompt, length, microseconds(rng.expovariate(1 / pause)))
         if rng.random() * mean_turns < 1:

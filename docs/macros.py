@@ -141,6 +141,9 @@ def define_env(env: Any) -> None:
     def tasks(phase: int) -> str:
         return task_table(phase, relative("."), say=say)
 
+    def predictions(task: str) -> str:
+        return prediction_list(task, say=say)
+
     def phases() -> str:
         return phase_table(relative("."), say=say)
 
@@ -160,7 +163,7 @@ def define_env(env: Any) -> None:
         return playground_link(text, link, here=env.page.url)
 
     results = (result, result_table, gpus, machine)
-    pages = (tasks, phases, hours, num_hours, pure_tasks, commands, roles, play)
+    pages = (tasks, predictions, phases, hours, num_hours, pure_tasks, commands, roles, play)
     for function in (source, figure, *results, *pages):
         env.macro(function)
 
@@ -358,6 +361,18 @@ def task_table(number: int, root: str, *, say: Say = str) -> str:
     ]
     head = [_row(["task", "what you write", "your file", "points"], say), "|---|---|---|--:|"]
     return "\n".join([*head, *rows, f"| | | | **{phase.points}** |"])
+
+
+def prediction_list(task: str, *, say: Say = str) -> str:
+    """What a task asks before one writes, lettered, and the folded answers."""
+    phase, _, number = task.partition(".")
+    asked = load_course(COURSE).phase(phase).task(int(number)).predictions
+    if not asked:
+        raise PageError(f"predictions({task!r}): labs/course.toml has none for this task")
+    questions = [f"- *{letter}.* {say(question)}" for letter, (question, _) in zip("abcdefgh", asked, strict=False)]
+    answers = ", ".join(f"{letter}: {answer}" for letter, (_, answer) in zip("abcdefgh", asked, strict=False))
+    fold = f'??? question "{say("Answers")}"\n    {answers}'
+    return "\n".join([*questions, "", fold])
 
 
 def pure_task_table(root: str, *, say: Say = str) -> str:

@@ -126,6 +126,10 @@ class ConstraintError(MinicacheError):
     """A JSON schema, a regular expression or a choice cannot be followed. The message names what is at fault."""
 
 
+class CheckoutError(MinicacheError):
+    """A folder is no checkout of an engine that can be audited, or no adapter for it is found."""
+
+
 class PluginError(MinicacheError):
     """The host engine of a plug-in has an unsupported configuration or behaviour."""
 

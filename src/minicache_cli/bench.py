@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from minicache import __version__
 from minicache.engine.options import ReplicaOptions
 from minicache_cli.folders import make_folder
 from minicache_cli.help import Group
 from minicache_cli.options import asked, usage_errors, with_options
-from minicache_cli.show import REPORT, digits, facts, figures, latencies, save_json, show_files
+from minicache_cli.show import REPORT, digits, facts, figures, latencies, machine, save_json, show_files
 from minicache_cli.simulate import WorkloadName
 
 if TYPE_CHECKING:
@@ -111,10 +113,11 @@ def serve(wanted: Wanted, **server: Any) -> None:
         if wanted.out is not None:
             make_folder(wanted.out)
     endpoint = asyncio.run(reach(endpoint))
-    model, longest = wanted.model, wanted.max_model_len
+    model, longest, server_says = wanted.model, wanted.max_model_len, {}
     if model is None or (longest is None and (wanted.workload is not None or wanted.predict)):
-        first, of_model = asyncio.run(fetch_model(endpoint))
-        model, longest = model or first, longest or of_model
+        first = asyncio.run(fetch_model(endpoint))
+        model, longest = model or first.name, longest or first.max_model_len
+        server_says = {"version": first.version, "lab_files": first.lab_files}
     with usage_errors():
         load = _fixed(wanted) if wanted.workload is None else _published(wanted, wanted.workload, longest)
         requests = make_requests(
@@ -136,7 +139,9 @@ def serve(wanted: Wanted, **server: Any) -> None:
         predicted = predict(requests, scheduler, cost)
         report.notes.extend(_differences(report, predicted, wanted.max_in_flight))
     title = f"{wanted.num_requests:,} × {load.name} · {model} · {wanted.url}"
-    found = _as_json(report, predicted, {"url": wanted.url, "model": model, "load": load.name, "seed": wanted.seed})
+    settings = {"url": wanted.url, "model": model, "load": load.name, "seed": wanted.seed}
+    here = {"version": __version__, "machine": machine(), "cores": os.cpu_count()}
+    found = _as_json(report, predicted, settings | {"server": server_says, "client": here})
     if wanted.json:
         typer.echo(json.dumps(found, indent=2, ensure_ascii=False))
     else:

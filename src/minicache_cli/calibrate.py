@@ -16,6 +16,7 @@ from rich.progress import track
 
 from minicache_cli.folders import make_folder
 from minicache_cli.labs import Mine, use_labs
+from minicache_cli.show import machine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -196,13 +197,6 @@ def swap_seconds(rounds: int) -> float:
 
 def _machine() -> str:
     """The CPU's model and what runs on it, in a line."""
-    import platform
-
     import torch
 
-    cpu = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
-        cpu = next(names, cpu)
-    return f"{cpu}, {torch.get_num_threads()} thread, torch {torch.__version__}"
+    return f"{machine()}, {torch.get_num_threads()} thread, torch {torch.__version__}"

@@ -8,11 +8,13 @@ import typer
 
 from minicache import __version__
 from minicache_cli import (
+    audit,
     author,
     bench,
     calibrate,
     chat,
     demo,
+    distil,
     fleet,
     folder,
     learn,
@@ -27,7 +29,23 @@ from minicache_cli import (
 from minicache_cli.help import Group
 
 app = typer.Typer(cls=Group, no_args_is_help=True, pretty_exceptions_show_locals=False)
-for group in (folder, learn, model, shelf, chat, serve, route, fleet, simulate, sweep, calibrate, demo, teach):
+for group in (
+    folder,
+    learn,
+    distil,
+    model,
+    shelf,
+    chat,
+    serve,
+    route,
+    fleet,
+    simulate,
+    sweep,
+    calibrate,
+    audit,
+    demo,
+    teach,
+):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")

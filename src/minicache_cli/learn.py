@@ -21,6 +21,7 @@ from minicache_cli.folders import course_meant
 from minicache_cli.help import Group
 from minicache_course import grading, report
 from minicache_course.errors import CourseError
+from minicache_course.files import replace_file
 from minicache_course.finder import show
 from minicache_course.journal import Event
 from minicache_course.language import translated
@@ -47,10 +48,17 @@ def names() -> set[str]:
 
 
 @app.command()
-def status() -> None:
+def status(
+    export: Annotated[Path | None, typer.Option(help="Write a record of points, versions and seeds here.")] = None,
+    key: Annotated[Path | None, typer.Option(help="Sign the record with the key in this file.")] = None,
+) -> None:
     """Show phases, tasks, points, and what has been edited since it was graded."""
+    if key and not export:
+        raise CourseError(_("--key signs what --export writes: give both"))
     workspace = find_workspace()
     saved = _load(workspace)
+    if export:
+        _export(workspace, saved, export, key)
     table = Table("", "", _("file"), _("points"), "")
     for phase in workspace.course:
         earned = sum(map(saved.earned, phase.tasks))
@@ -106,6 +114,34 @@ def hint(
     console.print(f"[dim]{more if left else last}[/]")
     saved.hints[found.id] = shown
     saved.save()
+
+
+@app.command()
+def compare(
+    phase: PhaseName,
+    task: Annotated[int | None, typer.Option(help="Compare this task only.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page here, and print nothing.")] = None,
+) -> None:
+    """Show your functions next to the reference's, for tasks that have passed."""
+    from rich.syntax import Syntax
+
+    from minicache_course import compare as comparing
+
+    workspace = find_workspace()
+    found, saved = workspace.course.phase(phase), _load(workspace)
+    tasks = [found.task(task)] if task else list(found.tasks)
+    passed = [each for each in tasks if saved.earned(each) == each.points]
+    if not passed:
+        message = _("no task to compare has passed yet: {command}")
+        raise CourseError(message.format(command=f"minicache grade {found.number}"))
+    pairs = comparing.pairs(workspace, found, passed)
+    if html:
+        replace_file(html, comparing.page(pairs, _("yours"), _("reference")).encode())
+        return
+    for pair in pairs:
+        table = Table(_("yours"), _("reference"), title=f"{pair.task.id} {translated(pair.task.title)}: {pair.target}")
+        table.add_row(*(Syntax(side, "python", word_wrap=True) for side in (pair.yours, pair.ours)))
+        console.print(table)
 
 
 @app.command()
@@ -192,6 +228,17 @@ def doctor() -> None:
         healthy &= finding.ok or not finding.required
     if not healthy:
         raise typer.Exit(1)
+
+
+def _export(workspace: Workspace, saved: Saved, file: Path, key: Path | None) -> None:
+    """Write the signed record."""
+    from minicache_course.export import read_key, record_of, signed
+    from minicache_course.files import replace_file
+
+    record = record_of(workspace, saved)
+    replace_file(file, signed(record, read_key(key)).encode())
+    done = _("{file}: {earned} of {points} points").format(file=file, earned=record["earned"], points=record["points"])
+    console.print(escape(done), soft_wrap=True, highlight=False)
 
 
 def _grade(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from minicache.engine.options import BATCH, MODEL, PROCESSES, ReplicaOptions
 from minicache_cli.advice import advice, capacity
-from minicache_cli.labs import Mine, use_labs
+from minicache_cli.labs import Mine, loaded_files, use_labs
 from minicache_cli.listening import Host, Logs, Port, bind, collect_rarely, logged, needing_extra, run, url_of
 from minicache_cli.options import asked, with_options
 from minicache_cli.show import facts
@@ -106,8 +106,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
     if logs.has_json:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # they are drawn on stderr
     console = Console(highlight=False, quiet=logs.has_json)  # the log has it all then
-    if mine:
-        use_labs(console)
+    labs = use_labs(console) if mine else []
     options = _options(engine)  # imports what labs may build
     in_process = http.in_process or mine
     if in_process and http.replicas > 1:
@@ -163,6 +162,7 @@ def serve(http: Http, logs: Logs, mine: Mine = False, **engine: Any) -> None:
                 api_keys=keys,
                 metrics_key=http.metrics_key,
                 allow_origins=http.allow_origin or (),
+                lab_files=loaded_files(labs),
             )
             server = Server(
                 api,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -59,6 +60,16 @@ def progress(console: Console, doing: str, total: int, num_done: int = 0) -> Ite
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(doing, total=total, completed=num_done)
         yield lambda num_done: bar.update(task, completed=num_done)
+
+
+def machine() -> str:
+    """The CPU's model."""
+    cpu = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = (line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line)
+        cpu = next(names, cpu)
+    return cpu
 
 
 def save_json(value: Any, file: Path) -> None:

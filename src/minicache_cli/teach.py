@@ -191,6 +191,56 @@ def similarity(
     _say(f"{len(pairs)} pairs" + (f" in {written}" if written else ""))
 
 
+@app.command(rich_help_panel=_PANEL)
+def check_record(
+    records: Annotated[list[Path], typer.Argument(help="What students' `minicache status --export` wrote.")],
+    key: Annotated[Path | None, typer.Option(help="The file with the class's key.")] = None,
+    labs: Annotated[Path | None, typer.Option(help="The student's labs folder, to compare with one record.")] = None,
+) -> None:
+    """Check students' records of points. The exit status is 1 if one is not as it was signed."""
+    from minicache_course.export import changed_files, checked, read_key
+
+    course, secret, num_bad = find_workspace().course, read_key(key), 0
+    if labs and len(records) > 1:
+        raise CourseError("--labs is one student's folder: give one record")
+    for file in records:
+        try:
+            record = checked(file.read_text(encoding="utf-8"), secret, course)
+        except (OSError, ValueError, CourseError) as error:
+            num_bad += 1
+            _warn(f"{file}: {error}")
+            continue
+        versions = {str(each["version"]) for each in record["tasks"]} or {str(record["version"])}
+        graded_by = printable(", ".join(sorted(versions)))
+        _say(f"{file}: {record['earned']}/{record['points']} points, graded by minicache {graded_by}")
+        if labs and (changed := changed_files(record, labs)):
+            num_bad += 1
+            _warn(f"{file}: not the files that were graded: {', '.join(changed)}")
+    if num_bad:
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel=_PANEL)
+def check_report(
+    report: Annotated[Path, typer.Argument(help="The report.json of `minicache bench serve --out`.")],
+    labs: Annotated[Path | None, typer.Option(help="The files that must have served; default: labs/.")] = None,
+    ttft: Annotated[float, typer.Option(help="Limit of time to first token, 99th percentile, seconds.")] = 10.0,
+    tpot: Annotated[float, typer.Option(help="Limit of time per output token, 99th percentile, seconds.")] = 0.5,
+) -> None:
+    """Check a load test of a learner's server: all answered, in time, by these lab files. Else exit status 1."""
+    from minicache_course.load_report import read_report
+
+    served = read_report(report)
+    latencies = f"TTFT {served.ttft:.3g} s, TPOT {served.tpot:.3g} s (99th percentiles)"
+    files = f"{len(served.lab_files)} of the learner's files"
+    _say(f"{served.num_ok} of {served.num_requests} answered, {latencies}, {files}")
+    misses = served.misses(find_workspace(labs), ttft, tpot)
+    for miss in misses:
+        _warn(miss)
+    if misses:
+        raise typer.Exit(1)
+
+
 def _open(phase: str, folder: Path) -> tuple[Workspace, Phase]:
     """The course, and its phase of which the folder has submissions."""
     workspace = find_workspace()

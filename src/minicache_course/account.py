@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from minicache_course.finder import show
 from minicache_course.language import said, translated
+from minicache_course.predictions import check
 from minicache_course.results import Outcome, PhaseResult, TaskResult, TestResult, pointers
 from minicache_course.table import Task
 
@@ -132,9 +134,11 @@ def _is_told(graded: TaskResult) -> bool:
 
 
 def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
-    """The end of the report: where to start, what was not graded, what comes next, the points."""
+    """The end of the report: where to start, what was predicted, what was not graded, what comes next, the points."""
     if len(told) > 1:
         yield Line(translated(f"Start with task {told[0].task.id}: its mistakes may make later tasks fail."))
+    for graded in result.tasks:
+        yield from _predicted(graded.task, result.files[graded.task.module])
     idle = [graded.first_problem for graded in result.tasks if graded.outcome is Outcome.NOT_GRADED]
     for reason in dict.fromkeys(test.message.removeprefix("skipped: ") for test in idle if test):
         yield Line(translated(f"Not graded: {reason}"))
@@ -145,6 +149,16 @@ def _end(result: PhaseResult, told: list[TaskResult]) -> Iterator[Line]:
         yield Line(translated(f"Next: {following}{stop} Read {task.page}"), strong=translated(following))
     points = translated(f"{result.earned} of {result.points} points")
     yield Line(points, strong=points)
+
+
+def _predicted(task: Task, file: Path) -> Iterator[Line]:
+    """What came of a task's predictions, if any was made."""
+    checked = check(task, file.read_text(encoding="utf-8", errors="replace")) if file.is_file() else {}
+    if any(is_right is not None for is_right in checked.values()):
+        wrong = ", ".join(name for name, is_right in checked.items() if is_right is False)
+        yield Line(translated(f"Predicted: {list(checked.values()).count(True)} of {len(checked)} right"))
+        if wrong:
+            yield Line(translated(f"Not right: {wrong}. Think again, or unfold the answers on the page."))
 
 
 def _problem(graded: TaskResult, goes_on_with: Task, *, in_full: bool) -> Problem:

@@ -157,16 +157,25 @@ def install_finished_labs(loading: Callable[[Lab], None] = lambda lab: None) -> 
     Raises:
         CourseError: there is no course, or one of the modules is already imported.
     """
+    labs = find_labs()
+    install({lab.module: lab.file for lab in labs if not lab.missing})
+    sys.meta_path.insert(0, _Announcer(labs, loading))
+    return labs
+
+
+def find_labs() -> list[Lab]:
+    """Every module that has tasks, in the order of the course, and what keeps each file from being finished.
+
+    Raises:
+        CourseError: there is no course.
+    """
     workspace = find_workspace()
     progress = Progress.load(workspace)
-    labs = [
+    return [
         Lab(module, file, progress.missing(phase, module, file), is_edited(workspace, phase, module))
         for phase in workspace.course
         for module, file in workspace.lab_files(phase).items()
     ]
-    install({lab.module: lab.file for lab in labs if not lab.missing})
-    sys.meta_path.insert(0, _Announcer(labs, loading))
-    return labs
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from minicache import __version__
 from minicache_course.errors import CourseError
 from minicache_course.results import Outcome, PhaseResult
 from minicache_course.table import Phase, Task
@@ -24,12 +25,16 @@ class TaskRecord:
         earned: its points.
         sha256: the fingerprint of the learner's file that was graded.
         graded_at: local time, ISO 8601.
+        version: of the minicache that graded it; "" if it was older than this field.
+        seed: of its random cases; None: the usual ones.
     """
 
     outcome: Outcome
     earned: int
     sha256: str
     graded_at: str
+    version: str = ""
+    seed: int | None = None
 
 
 @dataclass
@@ -58,7 +63,12 @@ class Progress:
             data = json.loads(file.read_text(encoding="utf-8"))
             tasks = {
                 task: TaskRecord(
-                    Outcome(record["outcome"]), int(record["earned"]), str(record["sha256"]), str(record["graded_at"])
+                    Outcome(record["outcome"]),
+                    int(record["earned"]),
+                    str(record["sha256"]),
+                    str(record["graded_at"]),
+                    str(record.get("version", "")),
+                    None if record.get("seed") is None else int(record["seed"]),
                 )
                 for task, record in data["tasks"].items()
             }
@@ -89,7 +99,9 @@ class Progress:
         now = datetime.now().isoformat(timespec="seconds")
         for graded in result.tasks:
             sha256 = result.fingerprints[graded.task.module]
-            self.tasks[graded.task.id] = TaskRecord(graded.outcome, graded.earned, sha256, now)
+            self.tasks[graded.task.id] = TaskRecord(
+                graded.outcome, graded.earned, sha256, now, __version__, result.seed
+            )
 
     def passed(self, task: Task) -> bool:
         """Whether the task passed when it was graded last, whatever happened to the file since."""

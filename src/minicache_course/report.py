@@ -91,6 +91,7 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
         notebook = f"jupyter lab notebooks/{phase.folder}.ipynb"
         finished = _("Phase {number} is finished. Its experiments: {command}")
         lines = [finished.format(number=phase.number, command=notebook)]
+        lines.append(_("Your code next to ours: {command}").format(command=f"`minicache compare {phase.number}`"))
         if following := [each for each in course if each.tasks and each.number > phase.number]:
             to = following[0]
             name = _("phase {number}, {title}").format(number=to.number, title=translated(to.title))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import libcst as cst
 
+from minicache_course import predictions
 from minicache_course.errors import CourseError
 from minicache_course.table import Phase, Task
 from minicache_course.workspace import (
@@ -55,7 +56,8 @@ def header(phase: Phase, module: str) -> str:
     todo = "Write what raises NotImplementedError" + (", and mend what is marked as a bug." if mend else ".")
     what = f"Phase {phase.number}, {phase.slug}: your file. It stands in for {module}."
     how = f"{todo} `minicache grade {phase.number}` grades it, `minicache hint {phase.number}.K` helps with task K."
-    return "".join(f"{line}\n" for line in [f"# {what}", *_comment(how)])
+    asked = "".join(predictions.questions(task) for task in phase.tasks if task.module == module)
+    return "".join(f"{line}\n" for line in [f"# {what}", *_comment(how)]) + asked
 
 
 def _comment(text: str, indent: int = 0) -> list[str]:

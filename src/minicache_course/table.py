@@ -28,6 +28,7 @@ class Task:
         hints: from a nudge to nearly the line.
         starts_from: pairs (target, `module:Class.method`): the starter gives this target that body to mend, in place
             of none.
+        predictions: pairs (question, answer), to be answered before writing.
     """
 
     phase: int
@@ -39,6 +40,7 @@ class Task:
     page: str
     hints: tuple[str, ...]
     starts_from: tuple[tuple[str, str], ...] = ()
+    predictions: tuple[tuple[str, str], ...] = ()
 
     @property
     def id(self) -> str:
@@ -199,11 +201,18 @@ def _task(entry: Entry, phase: int) -> Task:
         page=entry.text("page", r"docs/.+\.md"),
         hints=entry.texts("hints"),
         starts_from=entry.pairs("starts_from", r"minicache(_course)?(\.\w+)+:\w+(\.\w+)*"),
+        predictions=tuple(_prediction(each) for each in entry.entries("prediction")),
     )
     entry.done()
     if strangers := [name for name, _ in task.starts_from if name not in task.targets]:
         raise CourseError(f"{entry.where}: starts_from has {', '.join(strangers)}, which targets do not have")
     return task
+
+
+def _prediction(entry: Entry) -> tuple[str, str]:
+    found = entry.text("question"), entry.text("answer")
+    entry.done()
+    return found
 
 
 @dataclass

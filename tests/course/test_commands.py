@@ -41,7 +41,7 @@ def test_all_commands_are_there() -> None:
 
 
 def test_a_learners_command_imports_no_other(toys: Toys) -> None:
-    learners = {"status", "grade", "hint", "watch", "reset", "python", "ipython", "doctor"}
+    learners = {"status", "grade", "hint", "compare", "watch", "reset", "python", "ipython", "doctor"}
     assert names() == learners
     code = """if True:
         import sys

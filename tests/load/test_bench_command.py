@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import minicache_cli as cli
+from minicache import __version__
 from minicache.simulator.costs import HostCost
 
 
@@ -91,7 +92,12 @@ def test_json_and_files(fake, tmp_path):
     out = tmp_path / "new" / "folder"
     with fake.run() as server:
         told = json.loads(run(server, "--num-requests", "3", "--json", "--out", str(out)))
-    assert told["settings"] == {"url": server.url, "model": "fake", "load": "24 + 64 tokens at once", "seed": 0}
+    settings = dict(told["settings"])
+    client = settings.pop("client")
+    assert (client["version"], client["cores"]) == (__version__, os.cpu_count())
+    assert client["machine"]
+    assert settings.pop("server") == {"version": "", "lab_files": {}}
+    assert settings == {"url": server.url, "model": "fake", "load": "24 + 64 tokens at once", "seed": 0}
     assert told["report"]["num_ok"] == 3
     assert len(told["report"]["requests"]) == 3
     assert "prediction" not in told

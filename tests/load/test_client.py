@@ -248,9 +248,11 @@ def test_the_server_is_asked_for_its_model(fake):
         endpoint = asyncio.run(reach(Endpoint.parse(server.url.replace("127.0.0.1", "localhost"))))
         assert endpoint.host == "localhost"
         assert endpoint.address == "127.0.0.1"
-        assert asyncio.run(fetch_model(endpoint)) == ("fake", 512)
+        assert asyncio.run(fetch_model(endpoint)) == ("fake", 512, "", {})
         server.models = b'{"data": [{"id": "gpt"}]}'
-        assert asyncio.run(fetch_model(endpoint)) == ("gpt", None)
+        assert asyncio.run(fetch_model(endpoint)) == ("gpt", None, "", {})
+        server.models = b'{"data": [{"id": "gpt", "version": "0.3", "lab_files": {"minicache.cache.paged": "ab"}}]}'
+        assert asyncio.run(fetch_model(endpoint)) == ("gpt", None, "0.3", {"minicache.cache.paged": "ab"})
         for models, saying in (
             (b'{"data": []}', "lists no model"),
             (b"[]", "lists no model"),

@@ -11,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import minicache_cli as cli
+from minicache import __version__
 from minicache.engine.async_engine import AsyncEngine
 from minicache.engine.llm import LLM
 from minicache.serving.http.app import create_app
@@ -23,7 +24,8 @@ def url():
     """A server with two batch slots and four places in the line."""
     torch.set_num_threads(1)
     ports, is_up = [], threading.Event()
-    app = create_app(AsyncEngine(LLM(max_num_seqs=2), max_waiting=4), served_model_name="minigpt")
+    engine = AsyncEngine(LLM(max_num_seqs=2), max_waiting=4)
+    app = create_app(engine, served_model_name="minigpt", lab_files={"minicache.cache.paged": "ab"})
     server = Server(app, port=0, on_listening=lambda port: (ports.append(port), is_up.set()))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -39,7 +41,10 @@ def test_what_the_command_asks_for_by_default_is_answered(url, prompts):
     arguments = ("--num-requests", "5", "--num-output-tokens", "7", "--max-in-flight", "2", "--json", *prompts)
     result = CliRunner().invoke(cli.app, ["bench", "serve", "--url", url, *arguments])
     assert result.exit_code == 0, result.output
-    report = json.loads(result.stdout)["report"]
+    found = json.loads(result.stdout)
+    assert found["settings"]["server"] == {"version": __version__, "lab_files": {"minicache.cache.paged": "ab"}}
+    assert found["settings"]["client"].keys() == {"version", "machine", "cores"}
+    report = found["report"]
     assert report["num_ok"] == 5
     assert (report["num_output_tokens"], report["num_events"]) == (35, 35)
     # Every length is as it was planned. (Client and server share a process here: the client may call itself busy.)

@@ -1,5 +1,14 @@
 # Phase 12, production-defaults: your file. It stands in for minicache.scheduler.async_chunked.
 # Write what raises NotImplementedError. `minicache grade 12` grades it, `minicache hint 12.K` helps with task K.
+#
+# Predict, before you write task 12.1. `minicache grade` checks it, without points.
+# Blocks have 4 slots. A request has a prompt of 8 tokens and max_tokens 5, and every step is scheduled before the one
+# before it is committed. How many blocks does it hold after the second schedule()?
+# 12.1a =
+# What is its num_computed_tokens after the third schedule(), before step 2 is committed?
+# 12.1b =
+# It never stops early. Which schedule(), counted from 1, is the first to give it no token?
+# 12.1c =
 """Asynchronous scheduling: step n + 1 is scheduled while the model runs step n.
 
 Phase 12 builds it, on the scheduler of phase 9. A step's tokens are unknown until its commit, so the next step counts

@@ -12,7 +12,7 @@ import logging
 import re
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
@@ -77,6 +77,7 @@ def create_app(
     metrics_key: str | None = None,
     allow_origins: Sequence[str] = (),
     max_body_nbytes: int = MAX_BODY_NBYTES,
+    lab_files: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """The API as an ASGI application. Its lifespan starts the engine and stops it.
 
@@ -88,6 +89,7 @@ def create_app(
         metrics_key: what `/metrics` asks for; None: nothing.
         allow_origins: of web pages that may ask from a browser, such as "https://lab.example"; "*": of all.
         max_body_nbytes: a larger body is refused.
+        lab_files: a learner's files that compute here, module → SHA-256, which `/v1/models` says.
 
     Returns:
         The application; `app.state.served` is its `Served`.
@@ -120,7 +122,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.served = served
-    app.include_router(_openai_routes(served))
+    app.include_router(_openai_routes(served, lab_files or {}))
     app.include_router(_server_routes(served))
     app.include_router(live_routes(served.picture, served.stopping))
     for kind in (ApiError, MinicacheError, RequestValidationError, HTTPException, Exception):
@@ -207,7 +209,7 @@ def _server_routes(served: Served) -> APIRouter:
     return router
 
 
-def _openai_routes(served: Served) -> APIRouter:
+def _openai_routes(served: Served, lab_files: Mapping[str, str]) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=ERRORS, route_class=BoundedRoute)
 
     def card() -> ModelCard:
@@ -216,6 +218,7 @@ def _openai_routes(served: Served) -> APIRouter:
             created=served.created,
             max_model_len=served.info.max_model_len,
             has_chat_template=getattr(served.tokenizer, "has_chat_template", False),
+            lab_files=lab_files,
         )
 
     @router.get("/models")

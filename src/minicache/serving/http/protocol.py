@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from minicache import __version__
 from minicache.engine.answers import Prompt
 from minicache.engine.sampling import SamplingParams
 from minicache.engine.stopping import Tokenizer
@@ -338,6 +339,8 @@ class ModelCard(BaseModel):
     owned_by: str = "minicache"
     max_model_len: int
     has_chat_template: bool
+    version: str = Field(default=__version__, description="Of minicache.")
+    lab_files: Mapping[str, str] = Field(description="A learner's files that compute here: module → SHA-256.")
 
 
 class ModelList(BaseModel):

@@ -12,10 +12,10 @@ import json
 import ssl
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from minicache.errors import BrokenStreamError, LoadClientError, require_count, require_positive
@@ -405,12 +405,24 @@ async def reach(endpoint: Endpoint) -> Endpoint:
     return replace(endpoint, address=address)
 
 
-async def fetch_model(endpoint: Endpoint, timeout: float = 30.0) -> tuple[str, int | None]:
-    """Ask the server which model it has.
+class ServedModel(NamedTuple):
+    """What a server says of its first model.
 
-    Returns:
-        The name of the first one, and the most tokens that it takes, if the server says that (`max_model_len`, as
-        vLLM's does).
+    Attributes:
+        name: for requests.
+        max_model_len: the most tokens that it takes; None if the server does not say that, as vLLM's does.
+        version: of minicache, if that is the server; else "".
+        lab_files: a learner's files that compute it, module → SHA-256.
+    """
+
+    name: str
+    max_model_len: int | None = None
+    version: str = ""
+    lab_files: Mapping[str, str] = {}
+
+
+async def fetch_model(endpoint: Endpoint, timeout: float = 30.0) -> ServedModel:
+    """Ask the server which model it has.
 
     Raises:
         LoadClientError: it does not say.
@@ -429,6 +441,9 @@ async def fetch_model(endpoint: Endpoint, timeout: float = 30.0) -> tuple[str, i
     try:
         model = parsed["data"][0]
         name, longest = model["id"], model.get("max_model_len")
+        version, files = model.get("version"), model.get("lab_files")
     except (TypeError, KeyError, IndexError, AttributeError) as error:
         raise LoadClientError(f"{endpoint.base}/models lists no model; set --model") from error
-    return str(name), longest if isinstance(longest, int) else None
+    longest = longest if isinstance(longest, int) else None
+    files = files if isinstance(files, dict) else {}
+    return ServedModel(str(name), longest, version if isinstance(version, str) else "", files)

@@ -1,0 +1,73 @@
+"""A learner's functions next to the reference's, once their task has passed: for `minicache compare`."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from difflib import HtmlDiff
+from html import escape
+from pathlib import Path
+
+from minicache_course.errors import CourseError
+from minicache_course.language import translated
+from minicache_course.symbols import find_symbol
+from minicache_course.table import Phase, Task
+from minicache_course.workspace import Workspace, reference_file
+
+WIDTH = 78
+"""Columns of a side in the page; a longer line is broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A target of a task, such as `KVCache.append`, in both files: its source without the docstring."""
+
+    task: Task
+    target: str
+    yours: str
+    ours: str
+
+
+def pairs(workspace: Workspace, phase: Phase, tasks: list[Task]) -> list[Pair]:
+    """The targets of some tasks of a phase, in their order.
+
+    Raises:
+        CourseError: a learner's file cannot be read, or lacks a target.
+    """
+    found = []
+    for task in tasks:
+        file = workspace.lab_files(phase)[task.module]
+        try:
+            yours = file.read_text(encoding="utf-8")
+            ours = reference_file(task.module).read_text(encoding="utf-8")
+            found += [Pair(task, each, _code(yours, each), _code(ours, each)) for each in task.targets]
+        except (OSError, SyntaxError, UnicodeDecodeError, CourseError) as error:
+            raise CourseError(f"{file} cannot be compared: {error}") from error
+    return found
+
+
+def page(pairs: list[Pair], yours: str, ours: str) -> str:
+    """All pairs as one HTML page, in which the two sides have these names."""
+    style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
+    tables = "".join(
+        f"<h2>{each.task.id} {escape(translated(each.task.title))}: {escape(each.target)}</h2>"
+        + HtmlDiff(wrapcolumn=WIDTH).make_table(each.yours.splitlines(), each.ours.splitlines(), yours, ours)
+        for each in pairs
+    )
+    return (
+        '<!DOCTYPE html><html><head><meta charset="utf-8"><title>minicache compare</title>'
+        f"<style>{style}</style></head><body>{tables}</body></html>"
+    )
+
+
+def _code(source: str, target: str) -> str:
+    """A definition as it stands in a source, without its docstring."""
+    node = find_symbol(ast.parse(source), target)
+    decorators = getattr(node, "decorator_list", [])
+    first = min(each.lineno for each in (node, *decorators))
+    lines = source.splitlines()[first - 1 : node.end_lineno]
+    body = getattr(node, "body", [])
+    if body and ast.get_docstring(node, clean=False) is not None:  # type: ignore[arg-type]
+        del lines[body[0].lineno - first : body[0].end_lineno - first + 1]
+    indent = len(lines[0]) - len(lines[0].lstrip())
+    return "\n".join(line[indent:] for line in lines)

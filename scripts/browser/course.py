@@ -23,7 +23,7 @@ PURE = (
     *(f"minicache/{name}.py" for name in ("__init__", "lazy", "errors", "palette", "request", "trace")),
     *(
         f"minicache/{name}"
-        for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator", "structured")
+        for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator", "structured", "verifier")
     ),
     *(f"minicache/tiers/{name}.py" for name in ("__init__", "contract", "cpu", "specs", "stack")),  # not the folder
     *(f"minicache_course/{name}" for name in ("__init__.py", "arena", "errors.py", "incidents", "language.py")),

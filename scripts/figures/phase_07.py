@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from random import Random
 from typing import Any
 
 from benchmarks.incidents import NUM_REQUESTS, TIMEOUT, make, requests
@@ -23,6 +24,9 @@ from minicache.scheduler.fair import STARVATION_BOUND, PriorityScheduler
 from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.trace import TraceStep
+from minicache.verifier.cases import cases
+from minicache.verifier.explore import Case, explore, own_state
+from minicache.verifier.world import World
 from minicache_course.incidents.broken import ThrashScheduler
 from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
 from scripts.figures.phase_05 import role_of
@@ -45,6 +49,7 @@ def main() -> None:
     draw("fair-grid", fair_grid, size=(7.0, 3.7))
     draw("bypasses", bypasses, size=(7.0, 3.2))
     draw("victim-slot", victim_slot, size=(7.2, 3.75))
+    draw("every-interleaving", every_interleaving, size=(7.0, 3.2))
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -348,6 +353,40 @@ def bypasses(figure: Figure, scheme: Scheme) -> None:
     axes.text(1495, STARVATION_BOUND + 6, "the bound, 64", color=INK[scheme], size=SMALL, ha="right")
     axes.set_ylim(0, 250)
     axes.legend(loc="upper left")
+
+
+# --- every interleaving -----------------------------------------------------------------------------------------------
+
+
+def by_walking(case: Case, num_actions: int, seed: int = 0) -> list[int]:
+    """The states that a random client has met after each of its actions; it begins again where nothing can happen."""
+    rng, seen, counts = Random(seed), set[int](), list[int]()
+    world = World(case.make(), case.num_requests)
+    while len(counts) < num_actions:
+        possible = list(world.actions(case.shapes))
+        if not possible:
+            world = World(case.make(), case.num_requests)
+            continue
+        moment = world.do(rng.choice(possible), case.shapes, {})
+        assert moment is not None
+        seen.add(world.key(moment.after, own_state(world.scheduler)))
+        counts.append(len(seen))
+    return counts
+
+
+def every_interleaving(figure: Figure, scheme: Scheme) -> None:
+    """How many states of a scheduler a random client meets, against how many there are."""
+    axes = plot(figure, xlabel="actions", ylabel="states met")
+    case = next(each for each in cases("paged") if each.name == "paged recompute")
+    report = explore(case)
+    counts = by_walking(case, 60_000)
+    axes.plot(range(1, len(counts) + 1), counts, color=color("prompt", scheme), label="random client", linewidth=1.6)
+    axes.axhline(report.num_states, color=INK[scheme], linestyle=":", linewidth=1.2)
+    axes.plot(report.num_actions, report.num_states, "o", color=color("generated", scheme), label="breadth first: done")
+    axes.set_xscale("log")
+    axes.set_xlim(10, len(counts))
+    axes.set_ylim(0, report.num_states * 1.15)
+    axes.legend(loc="center left")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from minicache_cli import (
     simulate,
     sweep,
     teach,
+    verify,
 )
 from minicache_cli.help import Group
 
@@ -42,6 +43,7 @@ for group in (
     fleet,
     simulate,
     sweep,
+    verify,
     calibrate,
     audit,
     demo,

@@ -85,14 +85,14 @@ class Auditor(Observer):
 
     def on_add(self, scheduler: Scheduler, request: Request) -> None:
         """Take a note of the request."""
-        self._begin(scheduler)
+        self.begin(scheduler)
         if scheduler.waiting.get(request.request_id) is not request:
             self.fail("places", f"{request!r} was added and is not in the queue")
         self.notes[request.request_id] = _note(request)
 
     def on_schedule(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Audit the step that was just scheduled."""
-        known = self._begin(scheduler)
+        known = self.begin(scheduler)
         self.step += 1
         if known and (strangers := [each for each in output.finished if each not in self.notes]):
             self.fail("end", f"{strangers} are listed as finished, and were not unfinished")
@@ -106,21 +106,21 @@ class Auditor(Observer):
 
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """Audit the commit of the step."""
-        if self._begin(scheduler):
+        if self.begin(scheduler):
             self.check_tokens(scheduler, output, finished)
         self._check_state(scheduler, finished, SchedulerOutput())
         self._remember(scheduler)
 
     def on_recover(self, scheduler: Scheduler) -> None:
         """Audit the recovery from a step that failed."""
-        if self._begin(scheduler):
+        if self.begin(scheduler):
             self.check_recovery(scheduler)
         self._check_state(scheduler, (), SchedulerOutput())
         self._remember(scheduler)
 
     def on_finish(self, scheduler: Scheduler, request: Request) -> None:
         """Audit a finish from outside."""
-        self._begin(scheduler)
+        self.begin(scheduler)
         self.check_end(scheduler, request)
         self.notes.pop(request.request_id, None)
         self.batch = [each for each in self.batch if each is not request]
@@ -433,7 +433,7 @@ class Auditor(Observer):
         others = [request for request in output.scheduled if request is not large[0]]
         return sum(tokens[each.request_id] for each in others) < budget and all(map(self.was_running, others))
 
-    def _begin(self, scheduler: Scheduler) -> bool:
+    def begin(self, scheduler: Scheduler) -> bool:
         """Note the state, if this scheduler has not been watched yet. Returns whether it has."""
         if self._watched is scheduler:
             return True

@@ -1,0 +1,111 @@
+"""What lies in every slot, on the device and in CPU swap space: whose token, and after which others.
+
+A scheduler decides where keys and values go and where they are read; this model carries that out, with the tokens
+themselves in place of tensors. So it can tell whether a request reads what was computed for it. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from minicache.request import Request
+from minicache.scheduler.output import SchedulerOutput
+
+Entry = bytes | None
+"""What a slot holds: the tokens of a sequence up to this one, a byte each; None: nothing that any request may read."""
+
+
+@dataclass(slots=True)
+class Work:
+    """A request's share of a step, as it was when the step was scheduled.
+
+    Attributes:
+        start: the position of the first token that the step computes.
+        tokens: all of the request's tokens, to the end of the step.
+        block_ids: the request's blocks at that time.
+        lacks_token: whether the step before, which runs, generates the last of `tokens`.
+    """
+
+    request: Request
+    start: int
+    tokens: list[int]
+    block_ids: list[int]
+    lacks_token: bool = False
+
+
+def work_of(output: SchedulerOutput) -> list[Work]:
+    """The shares of a step that was just scheduled, in batch order."""
+    work = []
+    for request, num_new in zip(output.scheduled, output.num_scheduled_tokens.values(), strict=True):
+        start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
+        tokens = request.token_ids(0, min(end, request.num_tokens))
+        work.append(Work(request, start, tokens, request.block_ids[:], lacks_token=end > request.num_tokens))
+    return work
+
+
+@dataclass(slots=True)
+class Memory:
+    """The contents of every slot.
+
+    Attributes:
+        block_size: slots of a block.
+        blocks: block → what its slots hold.
+        host_blocks: CPU block → what its slots hold.
+    """
+
+    block_size: int
+    blocks: dict[int, list[Entry]] = field(default_factory=dict)
+    host_blocks: dict[int, list[Entry]] = field(default_factory=dict)
+
+    def block(self, block_id: int) -> list[Entry]:
+        """What a block holds; a list to be changed."""
+        return self.blocks.setdefault(block_id, [None] * self.block_size)
+
+    def operations(self, output: SchedulerOutput, work: list[Work]) -> list[Callable[[], None]]:
+        """All that carries out a step, in order: a failure may come after any of them."""
+        out = [pair for pairs in output.swapped_out.values() for pair in pairs]
+        back = [pair for pairs in output.swapped_in.values() for pair in pairs]
+        copies = list(output.blocks_to_copy)
+
+        def swap_out(block_id: int, host_block_id: int) -> Callable[[], None]:
+            return lambda: self.host_blocks.update({host_block_id: list(self.block(block_id))})
+
+        def swap_in(host_block_id: int, block_id: int) -> Callable[[], None]:
+            return lambda: self.blocks.update({block_id: list(self.host_blocks[host_block_id])})
+
+        def copy() -> None:
+            self.blocks.update({target: list(self.block(source)) for source, target in copies})
+
+        def write(each: Work) -> Callable[[], None]:
+            return lambda: self.write(each)
+
+        return [*(swap_out(*pair) for pair in out), *(swap_in(*pair) for pair in back), copy, *map(write, work)]
+
+    def write(self, work: Work, *, garbage: bool = False) -> None:
+        """Write what a request computes in a step, or what a failure leaves in its place."""
+        tokens, block_size = bytes(work.tokens), self.block_size
+        for position in range(work.start, len(tokens)):
+            block = self.block(work.block_ids[position // block_size])
+            block[position % block_size] = None if garbage else tokens[: position + 1]
+
+    def reads_right(self, work: Work) -> bool:
+        """Whether all that the request attends to is what was computed for its tokens."""
+        return self.holds(bytes(work.tokens), work.block_ids, self.blocks)
+
+    def holds(self, tokens: bytes, block_ids: list[int], blocks: dict[int, list[Entry]]) -> bool:
+        """Whether these blocks, in order, hold these tokens.
+
+        Args:
+            tokens: the tokens.
+            block_ids: as many as they need; with fewer, they do not.
+            blocks: `blocks`, or `host_blocks`.
+        """
+        block_size = self.block_size
+        if len(tokens) > len(block_ids) * block_size:
+            return False
+        for position in range(len(tokens)):
+            block = blocks.get(block_ids[position // block_size])
+            if block is None or block[position % block_size] != tokens[: position + 1]:
+                return False
+        return True

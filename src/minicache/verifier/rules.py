@@ -1,0 +1,158 @@
+"""What must hold while a scheduler is explored: properties of every action, and invariants of every state.
+
+Each is a function of a `Moment`: None, or what is wrong. Pure standard library.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from minicache.errors import InvariantError
+from minicache.memory.blocks import blocks_for
+from minicache.request import Request, RequestStatus
+from minicache.scheduler import fair
+from minicache.scheduler.audit import Auditor
+from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.output import SchedulerOutput
+from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.queue import arrival_key
+from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
+from minicache.verifier.world import Moment, Property
+
+NO_STEP: Final = SchedulerOutput()
+
+
+def step_is_right(moment: Moment) -> str | None:
+    """What phase 6's auditor says of a step, of its commit, and of a recovery."""
+    auditor: Any = moment.auditor
+    scheduler, output, kind = moment.scheduler, moment.output, moment.action.kind
+    try:
+        if kind == "schedule":
+            before = {each.request_id for each in auditor.batch}
+            shares = isinstance(auditor, SharingAuditor)
+            if shares:
+                auditor.check_found(scheduler)
+                auditor.check_copies(scheduler, output)
+            for request in moment.finished:
+                if request.status is not RequestStatus.FINISHED_CAPACITY:
+                    return f"{request!r} was finished by a step that is not computed yet"
+                auditor.on_finish(scheduler, request)
+            auditor.check_work(scheduler, output)
+            auditor.check_victims(scheduler, output)
+            auditor.check_swaps(scheduler, output)
+            if shares:
+                auditor.fresh = {request.request_id for request in scheduler.running} - before
+                auditor.check_writes(scheduler, output)
+            return None
+        if kind == "commit":
+            auditor.check_tokens(scheduler, output, moment.finished)
+        elif kind == "fail":
+            auditor.check_recovery(scheduler)
+        for request in moment.finished:
+            auditor.check_end(scheduler, request)
+    except Exception as error:  # a rule may stumble over books that are wrong enough
+        return _words(error)
+    return None
+
+
+def tokens_are_where_they_should_be(moment: Moment) -> str | None:
+    """What a request has computed lies in its blocks, on the device or in CPU swap space, and nothing else does."""
+    if moment.action.kind not in ("schedule", "retry") or moment.output is None:
+        return None
+    memory, num_new = moment.memory, moment.output.num_scheduled_tokens
+    for request in moment.after:
+        if request.block_ids:
+            end = request.num_computed_tokens + num_new.get(request.request_id, 0)
+            if not memory.holds(bytes(request.token_ids(0, end)), request.block_ids, memory.blocks):
+                return f"{request!r} would read what was not computed for its tokens"
+        elif request.host_block_ids:
+            tokens = bytes(request.token_ids(0, request.num_computed_tokens))
+            if not memory.holds(tokens, request.host_block_ids, memory.host_blocks):
+                return f"{request!r} was swapped out, and other tokens than its own are in CPU swap space"
+    return None
+
+
+def first_is_not_forgotten(moment: Moment) -> str | None:
+    """Of any STARVATION_BOUND + 1 admissions in a row, one is of the request that arrived first of all that wait."""
+    if moment.num_bypasses > fair.STARVATION_BOUND and isinstance(moment.scheduler, fair.FairScheduler):
+        return f"{moment.num_bypasses} requests in a row were admitted ahead of the one that arrived first"
+    return None
+
+
+def admits_in_order(moment: Moment) -> str | None:
+    """Of the requests that may share the batch the most urgent is admitted, and at the bound the oldest of all."""
+    scheduler = moment.scheduler
+    if not isinstance(scheduler, fair.FairScheduler) or scheduler.chunks_prompts:
+        return None
+    for request, waiting, batch, num_bypasses in moment.admissions:
+        if batch and batch[0].group != request.group:
+            return f"{request!r} is admitted into a batch of another compatibility class"
+        compatible = [each for each in waiting if not batch or each.group == batch[0].group]
+        best = min(compatible, key=_urgency) if num_bypasses < fair.STARVATION_BOUND else min(waiting, key=arrival_key)
+        if request is not best:
+            return f"{request!r} is admitted, and {best!r} should have been, after {num_bypasses} bypasses in a row"
+    return None
+
+
+def _urgency(request: Request) -> tuple[float, ...]:
+    return request.priority, request.arrival_time, request.arrival_index, request.fork_index
+
+
+def waits_with_reason(moment: Moment) -> str | None:
+    """The next waiting request is admitted if there are a batch slot, blocks and budget, and no request was preempted.
+
+    A rule of the course's stages: a scheduler of one's own may have other reasons to let a request wait.
+    """
+    scheduler, output = moment.scheduler, moment.output
+    if moment.action.kind not in ("schedule", "retry") or output is None or output.preempted:
+        return None
+    head = scheduler.head() if len(scheduler.running) < scheduler.max_num_seqs else None
+    if head is None or not isinstance(scheduler, PagedScheduler):
+        return None
+    budget = scheduler.max_num_batched_tokens - output.total_num_scheduled_tokens
+    spared = scheduler._num_watermark_blocks if scheduler.running else 0
+    needed = blocks_for(head.num_tokens, scheduler.pool.block_size)
+    left = 1 if scheduler.chunks_prompts else head.num_tokens - head.num_computed_tokens
+    if left <= budget and needed + spared <= scheduler.pool.num_free:
+        return f"{head!r} waits, with {scheduler.pool.num_free} blocks free and {budget} tokens left in the step"
+    return None
+
+
+def books_agree(moment: Moment) -> str | None:
+    """The auditor's rules of a state, and the scheduler's own `check()`."""
+    scheduler = moment.scheduler
+    output = scheduler.outstanding or NO_STEP
+    auditor = SharingAuditor() if isinstance(moment.auditor, SharingAuditor) else Auditor()
+    auditor.begin(scheduler)
+    try:
+        scheduler.check()
+        auditor.check_places(scheduler)
+        auditor.check_blocks(scheduler)
+        auditor.check_holdings(scheduler, output)
+        auditor.check_order(scheduler)
+    except Exception as error:  # a rule may stumble over books that are wrong enough
+        return _words(error)
+    return None
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, InvariantError):
+        return str(error).removeprefix("step 0, ")  # an auditor that has seen one step only
+    return f"{type(error).__name__}: {error}"
+
+
+PROPERTIES: Final[tuple[Property, ...]] = (
+    nothing_is_lost,
+    work_is_done,
+    victims_are_last,
+    step_is_right,
+    tokens_are_where_they_should_be,
+    first_is_not_forgotten,
+)
+"""What holds of every action, with any scheduler."""
+
+STAGE_PROPERTIES: Final[tuple[Property, ...]] = (*PROPERTIES, admits_in_order, waits_with_reason)
+"""What holds of every action, with the course's own stages."""
+
+INVARIANTS: Final[tuple[Property, ...]] = (books_agree,)
+"""What holds in every state."""

@@ -1,0 +1,130 @@
+"""The verifier: it reaches what can happen, finds what is wrong by the shortest way, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from minicache.request import Request, RequestStatus
+from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, PagedScheduler, SchedulerOutput
+from minicache.scheduler.base import Scheduler
+from minicache.verifier.cases import cases
+from minicache.verifier.explore import Case, Report, explore
+from minicache.verifier.rules import STAGE_PROPERTIES
+from minicache.verifier.story import story
+from minicache.verifier.together import explore_all
+from minicache.verifier.world import Shape
+
+
+def reports(scheduler: str | type[Scheduler], num_requests: int = 2, num_blocks: int = 3) -> list[Report]:
+    return [explore(case, STAGE_PROPERTIES) for case in cases(scheduler, num_requests, num_blocks)]
+
+
+def shortest(scheduler: type[Scheduler], num_requests: int = 2, num_blocks: int = 3) -> list[str]:
+    """The kinds of the actions of the shortest counterexample, and the rule."""
+    found = [each.violation for each in reports(scheduler, num_requests, num_blocks) if each.violation]
+    best = min(found, key=lambda violation: len(violation.actions))
+    return [*(action.kind for action in best.actions), best.rule]
+
+
+@pytest.mark.parametrize("stage", ["static", "continuous", "paged", "fair", "chunked"])
+def test_nothing_is_wrong_with_the_reference(stage: str) -> None:
+    for report in reports(stage):
+        assert report.violation is None, report
+        assert report.is_complete
+        assert report.num_actions > report.num_states > 30
+
+
+class LosesAVictim(PagedScheduler):
+    def preempt(self, request: Request, output: SchedulerOutput) -> None:
+        super().preempt(request, output)
+        self.waiting.remove(request)
+
+
+class SwapsTheWrongWay(PagedScheduler):
+    def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
+        super().swap_out(request, num_blocks, output)
+        output.swapped_out[request.request_id].reverse()
+
+
+class KeepsHashes(ChunkedPrefillScheduler):
+    def recover(self) -> None:
+        cache: Any = self._cache
+        if cache is not None:
+            cache.reset = lambda: None
+        super().recover()
+        if cache is not None:
+            del cache.reset
+
+
+class NeverTheFirst(FairScheduler):
+    def head(self) -> Request | None:
+        return max(self.waiting.values(), key=lambda each: each.arrival_index, default=None)
+
+
+class Raises(PagedScheduler):
+    def abort_request(self, request_id: Any) -> bool:
+        if self.outstanding is not None and self._requests[request_id].status is RequestStatus.WAITING:
+            raise KeyError(request_id)
+        return super().abort_request(request_id)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        (LosesAVictim, ["arrive", "arrive", "schedule", "commit", "schedule", "nothing_is_lost"]),
+        (SwapsTheWrongWay, ["arrive", "arrive", "schedule", "commit", "schedule", "step_is_right"]),
+        (KeepsHashes, ["arrive", "schedule", "retry", "tokens_are_where_they_should_be"]),
+        (Raises, ["arrive", "schedule", "arrive", "abort", "error"]),
+    ],
+)
+def test_the_shortest_way_to_a_mistake(scheduler: type[Scheduler], expected: Sequence[str]) -> None:
+    assert shortest(scheduler) == expected
+
+
+def test_a_request_that_is_bypassed_too_often() -> None:
+    assert shortest(NeverTheFirst, 3)[-1] == "admits_in_order"
+    assert explore(cases(NeverTheFirst, 3, 3)[0]).violation.rule == "first_is_not_forgotten"  # type: ignore[union-attr]
+
+
+class StartsOver(ChunkedPrefillScheduler):
+    """Preempts a request whose prompt is not computed yet, as soon as another one waits."""
+
+    def schedule_running(self, output: SchedulerOutput) -> None:
+        if self.running and self.waiting and not self.running[-1].output_token_ids:
+            self.preempt(self.running[-1], output)
+        super().schedule_running(output)
+
+
+def test_a_circle_of_steps_is_a_livelock() -> None:
+    one_slot = partial(StartsOver, num_blocks=4, block_size=2, max_num_seqs=1, max_num_batched_tokens=2)
+    case = Case("one slot", one_slot, (Shape([0] * 4, 2),), 2)
+    violation = explore(case, (), ()).violation
+    assert violation is not None
+    assert violation.rule == "livelock"
+    assert violation.loop is not None
+    told = list(story(case, violation))
+    assert "And from here on, forever:" in told
+    assert told[-1] == "→ livelock: these requests are scheduled forever, and never finish"
+
+
+def test_the_story_ends_with_what_is_wrong() -> None:
+    case = next(case for case in cases(SwapsTheWrongWay, 2, 3) if case.name.endswith("swap"))
+    violation = explore(case).violation
+    assert violation is not None
+    told = list(story(case, violation))
+    assert len(told) == len(violation.actions) + 1
+    assert told[0] == "1. Request 0 arrives: 2 prompt tokens, at most 3 to generate, priority 0."
+    assert told[-2] == "5. Step 1 is scheduled, tokens: 1 of request 0 in blocks 0 2. Request 1 is swapped out."
+    assert told[-1].startswith("→ step_is_right: swaps: swapped_out is")
+
+
+def test_two_at_once_find_the_same() -> None:
+    one_by_one = [explore(case) for case in cases("paged", 2)]
+    together = sorted(explore_all(cases("paged", 2)), key=lambda report: report.case)
+    assert [(each.num_states, each.num_actions) for each in together] == [
+        (each.num_states, each.num_actions) for each in sorted(one_by_one, key=lambda report: report.case)
+    ]

@@ -38,7 +38,7 @@ from scripts.browser.course import is_pure  # noqa: E402
 # This plugin lists all its variables at every build; its warnings are enough.
 logging.getLogger("mkdocs.plugins.mkdocs_macros.util").setLevel(logging.WARNING)
 
-SHARED = {".css", ".js", ".svg", ".png", ".woff2"}
+SHARED = {".css", ".js", ".svg", ".png", ".woff2", ".yml"}
 """The kinds of file in docs/shared that the site serves; licences and notes stay behind."""
 
 PREFIX = {"en": "", "es": "es/"}

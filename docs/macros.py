@@ -438,10 +438,12 @@ def num_hours(*which: int | str) -> str:
 
 
 def reading_hours(phase: Phase) -> float:
-    """The words of a phase's pages outside code blocks, at WORDS_A_MINUTE."""
+    """The words of a phase's pages outside code blocks and further/, at WORDS_A_MINUTE."""
     pages = (ROOT / "docs" / "en" / phase.folder).rglob("*.md")
     words = sum(
-        len(re.sub(r"^( *)```.*?^\1```", "", page.read_text("utf-8"), flags=re.M | re.S).split()) for page in pages
+        len(re.sub(r"^( *)```.*?^\1```", "", page.read_text("utf-8"), flags=re.M | re.S).split())
+        for page in pages
+        if page.parent.name != "further"
     )
     return words / WORDS_A_MINUTE / 60
 

@@ -92,6 +92,7 @@ def of_the_course() -> list[str]:
     from minicache_course.results import Outcome
 
     modules = [file for file in sorted(COURSE.glob("*.py")) if file.stem not in NOT_FOR_LEARNERS]
+    modules += sorted(COURSE.glob("arena/*.py"))
     modules += [COURSE.parent / "minicache_teach" / f"{name}.py" for name in ("controls", "misnamed")]
     tests = sorted((ROOT / "tests").glob("phase-*/*.py"))
     broken = [COURSE / "incidents" / f"{name}.py" for name in ("broken", "async_broken")]

@@ -31,7 +31,10 @@ CATALOGUE = ROOT / "docs" / "es" / "browser.po"
 PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 """What a page needs of the npm package."""
 
-MODULES = ("worker.js", "python.js", "grader.js", "store.js", "account.js", "lab.js", "say.js", "browser.css")
+MODULES = (
+    *("worker.js", "python.js", "grader.js", "store.js", "account.js", "lab.js", "arena.js", "say.js"),
+    "browser.css",
+)
 """What is served as it is."""
 
 _DATE = (1980, 1, 1, 0, 0, 0)  # of every archived file: an archive depends on its files only
@@ -55,6 +58,7 @@ def build(target: Path) -> None:
         shutil.copy(HERE / name, target / name)
     bundle(HERE / "editor.js", target / "editor.js")
     (target / "spanish.json").write_text(json.dumps(spanish(), ensure_ascii=False), encoding="utf-8")
+    (target / "arena.json").write_text(json.dumps(course.policies()), encoding="utf-8")
     (target / "minicache.zip").write_bytes(archive(course.package_files(course.PURE)))
     (target / "grading.zip").write_bytes(archive(course.grading_files()))
     (target / "packages.zip").write_bytes(archive(_wheel_files(wheels())))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from minicache_course.arena.baselines import BASELINES, FLEETS, ORACLES, text_of
 from minicache_course.install import CARRIED
 from minicache_course.language import LOCALE
 from minicache_course.starters import starter
@@ -25,7 +26,7 @@ PURE = (
         for name in ("arithmetic", "grammar", "memory", "scheduler", "fleet", "simulator", "structured", "verifier")
     ),
     *(f"minicache/tiers/{name}.py" for name in ("__init__", "contract", "cpu", "specs", "stack")),  # not the folder
-    *(f"minicache_course/{name}" for name in ("__init__.py", "errors.py", "incidents", "language.py")),
+    *(f"minicache_course/{name}" for name in ("__init__.py", "arena", "errors.py", "incidents", "language.py")),
 )
 """What of `src` is pure standard library, and what a playground runs."""
 
@@ -88,6 +89,13 @@ def grading_files() -> Files:
     for phase, tasks in pure_tasks().items():
         for path, text in starters(phase, tasks).items():
             yield path, text.encode()
+
+
+def policies() -> dict[str, str]:
+    """The arena's policies by their names: the learner's two, then the baselines that may be handed in."""
+    own = {f"{name}.py": (ROOT / "labs" / "arena" / f"{name}.py").read_text("utf-8") for name in ("policy", "fleet")}
+    others = [name for name in BASELINES + FLEETS if name not in ORACLES]
+    return own | {name: text_of(name) for name in others}
 
 
 def table() -> str:

@@ -8,6 +8,7 @@ import typer
 
 from minicache import __version__
 from minicache_cli import (
+    arena,
     audit,
     author,
     bench,
@@ -50,6 +51,7 @@ for group in (
 ):
     app.add_typer(group.app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(arena.app, name="arena")
 app.add_typer(author.app, name="course", rich_help_panel="For teachers and authors")
 
 

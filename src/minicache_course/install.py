@@ -42,6 +42,7 @@ from minicache_course.workspace import (
 
 CARRIED = (
     TABLE,
+    "labs/arena/*.py",
     "tests/conftest.py",
     "tests/phase-*/*.py",
     "tests/phase-06-preemption/right_steps.json.gz",

@@ -82,6 +82,21 @@ _ISOLATION += ["--cap-drop", "ALL", *(["--cap-add", "CAP_SETUID", "--cap-add", "
 _ISOLATION += [] if _is_root() else ["--unshare-user"]
 
 
+def isolated(command: Sequence[str], *shown: Path) -> list[str]:
+    """A command in a sandbox that shows Python, minicache and these files, to be read only.
+
+    Where bubblewrap cannot be used (`why_unavailable`), it is the command itself.
+    """
+    if why_unavailable():
+        return list(command)
+    view = _View()
+    view.system()
+    view.python()
+    for path in (*shown, *(_SOURCES / name for name in PACKAGES)):
+        view.show(path)
+    return ["bwrap", *_ISOLATION, *view.options, *command]
+
+
 class SandboxedRun:
     """One run, to the one who follows it.
 

@@ -32,6 +32,7 @@ from minicache_course.seeds import fresh
 BEAT, NUM_BEATS = 0.01, 150  # seconds; so many looks without a step of the engine. A slow machine is slow in both
 POISON = 13  # a step that has a prompt with this token fails
 MAX_STEPS = 1000  # of one LLM: no test needs half of it
+MAX_SET_WAITS = 1000  # in one iteration of the event loop
 NUM_TURNS = 20  # of the event loop: in so many, all that can happen without a clock and another thread has happened
 
 
@@ -77,9 +78,25 @@ def _sleep_elsewhere(sleep, loops_thread, seconds):
 
 
 class CountingLoop(asyncio.SelectorEventLoop):
-    """An event loop that counts the calls that are scheduled in it, now or later."""
+    """An event loop that counts the calls that are scheduled in it, now or later, and waits that do not wait."""
 
-    num_asked = 0
+    num_asked, num_set_waits = 0, 0
+
+    def _run_once(self):
+        self.num_set_waits = 0
+        super()._run_once()
+
+    async def wait_for_event(self, wait, event):
+        """`asyncio.Event.wait`. With a set event it returns at once, and a loop around it stops the event loop."""
+        __tracebackhide__ = True
+        self.num_set_waits += event.is_set()
+        if self.num_set_waits > MAX_SET_WAITS:
+            raise CheckFailed(
+                "waiting for an asyncio.Event that is set",
+                f"it returns at once, more than {MAX_SET_WAITS} times in one iteration of the event loop",
+                "an event that was cleared: a set one is no wait, and every other client waits for this loop",
+            )
+        return await wait(event)
 
     def call_soon(self, *arguments, **options):
         self.num_asked += 1
@@ -116,12 +133,13 @@ class Scenario:
         loop.set_debug(True)
         loop.slow_callback_duration = 60.0
         loop.set_exception_handler(self._note)
-        sleep = time.sleep
+        sleep, wait = time.sleep, asyncio.Event.wait
         time.sleep = partial(_sleep_elsewhere, sleep, threading.get_ident())
+        asyncio.Event.wait = lambda event: loop.wait_for_event(wait, event)
         try:
             loop.run_until_complete(play())
         finally:
-            time.sleep = sleep
+            time.sleep, asyncio.Event.wait = sleep, wait
             self._close(loop)
 
     def engine(self, llm, **options):

@@ -141,6 +141,30 @@ def test_put_wakes_the_reader(scenario, a_stream, a_chunk, how):
     scenario.run(main)
 
 
+@pytest.mark.parametrize("what", ["put", "fail"])
+def test_no_wake_up_is_lost(scenario, a_stream, a_chunk, what):
+    """A chunk, or an error, may come at any moment after `take()` has begun: whenever it comes, the reader wakes up."""
+
+    async def main():
+        for num_turns in range(6):
+            stream, _ = a_stream()
+            task = asyncio.ensure_future(stream.take())
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            if what == "put":
+                stream.put(a_chunk("the"))
+            else:
+                stream.fail(BROKEN)
+            called = f"take(), {num_turns} iterations of the event loop before {what}()"
+            outcome = await scenario.wakes(called, task)
+            if what == "put":
+                outcome.gives([a_chunk("the")])
+            else:
+                outcome.raises(StepFailedError)
+
+    scenario.run(main)
+
+
 # The end
 
 

@@ -282,6 +282,25 @@ def test_any_other_error_ends_the_thread(scenario, tiny_llm, params, what):
 # deliver
 
 
+@pytest.mark.parametrize("texts", [("", "x"), ("",)])
+def test_a_chunk_without_text_is_delivered(scenario, tiny_llm, a_chunk, texts):
+    """A token may add no text, half of a character for one. Its chunk reaches the stream: it counts as a token."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        engine.call_in_loop = lambda function, *arguments: function(*arguments)
+        engine.yield_to_loop = lambda: None
+        chunks = [a_chunk(text) for text in texts]
+        engine.deliver(chunks)
+        stream.put(a_chunk("the next step's"))
+        called = f"take() of a stream, after the texts {list(texts)} and then one more were delivered"
+        (await scenario.ask(called, stream.take())).gives([*chunks, a_chunk("the next step's")])
+
+    scenario.run(main)
+
+
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
 def test_deliver_makes_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
     """All chunks of a step are one call of the event loop, for which the thread then waits; without chunks neither."""
@@ -298,7 +317,7 @@ def test_deliver_makes_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chun
 
         engine.call_in_loop = call_in_loop
         engine.yield_to_loop = lambda: calls.append("yield_to_loop")  # there is no thread to wait in
-        chunks = [a_chunk("x" * number) for number in range(num_chunks)]
+        chunks = [a_chunk("x" * (number + 1)) for number in range(num_chunks)]
         call(engine.deliver, chunks).gives(None)
         expected = ["call_in_loop", "yield_to_loop"] if chunks else []
         that(f"what deliver calls, of {num_chunks} chunks", calls).gives(expected)

@@ -190,9 +190,8 @@ def test_admission_slots_are_bounded(scenario, tiny_llm, params, max_waiting, sl
         await asyncio.sleep(0)
         that(f"engine.num_unfinished, of {slots} requests", engine.num_unfinished).gives(slots)
         engine.finished_at.extend([100.0, 107.0])  # enough for an estimate
-        outcome = await scenario.ask(
-            f"add_request with {slots} of {slots} slots taken", engine.add_request([3], params())
-        )
+        called = f"add_request with {slots} of {slots} slots taken"
+        outcome = await scenario.ask(called, engine.add_request([3], params()), "a QueueFullError, at once")
         outcome.raises(QueueFullError)
         that("the error's retry_after", outcome.error.retry_after).gives(engine.retry_after())
         that("engine.num_unfinished, after a request was refused", engine.num_unfinished).gives(slots)
@@ -217,8 +216,8 @@ def test_n_answers_take_n_slots(scenario, tiny_llm, params, all_tokens):
         llm.hold()
         three = asyncio.ensure_future(engine.add_request([1], params(n=3)))
         await asyncio.sleep(0)
-        told = "add_request(n=2) with 3 of 4 slots taken by one request, n = 3: a QueueFullError at once"
-        outcome = await scenario.ask(told, engine.add_request([2], params(n=2)))
+        told = "add_request(n=2) with 3 of 4 slots taken by one request, n = 3"
+        outcome = await scenario.ask(told, engine.add_request([2], params(n=2)), "a QueueFullError, at once")
         outcome.raises(QueueFullError)
         one = asyncio.ensure_future(engine.add_request([3], params()))
         await asyncio.sleep(0)

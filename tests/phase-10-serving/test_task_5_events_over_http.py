@@ -304,6 +304,7 @@ def test_head_then_pieces_then_end(scenario):
         headers = {bytes(name).lower(): bytes(value) for name, value in head["headers"]}
         that("content-type", headers.get(b"content-type")).gives(b"text/event-stream; charset=utf-8")
         that("cache-control", headers.get(b"cache-control")).gives(b"no-cache")
+        that("x-accel-buffering, without which nginx holds events back", headers.get(b"x-accel-buffering")).gives(b"no")
         that("content-length of a body of unknown length", headers.get(b"content-length")).gives(None)
         got = [(each["type"], each.get("body", b""), each.get("more_body", False)) for each in bodies]
         that("the other messages: type, body, more_body", got).gives(
@@ -391,13 +392,15 @@ def test_a_broken_connection_is_no_error(scenario, breaks_at):
     scenario.run(main)
 
 
-def test_a_piece_that_fails(scenario):
+@pytest.mark.parametrize("error", [ZeroDivisionError("a bug"), OSError("a bug")], ids=["ZeroDivisionError", "OSError"])
+def test_a_piece_that_fails(scenario, error):
     """The generator raises: that is an error of the server's, so it goes through, and `close` is called."""
 
     async def main():
-        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"1", ZeroDivisionError("a bug"), b"2")
-        outcome = await scenario.ask("an EventStream whose generator fails", pieces.start(channel))
-        outcome.raises(ZeroDivisionError, saying="a bug")
+        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"1", error, b"2")
+        called = f"an EventStream whose generator, not `send`, raises {type(error).__name__}"
+        outcome = await scenario.ask(called, pieces.start(channel))
+        outcome.raises(type(error), saying="a bug")
         that("the bodies that were sent", channel.pieces()).gives([b"1"])
         pieces.check_closed("when the generator has failed")
         check_no_task_is_left(before)

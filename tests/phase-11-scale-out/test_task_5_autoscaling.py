@@ -233,10 +233,17 @@ def test_a_clock_that_was_set_back(scaler):
 
 
 def test_what_is_yet_to_come_is_forgotten(scaler):
-    """At 1000 s 2 were wanted; then it is 100 s, and 5 are wanted as at 0 s: that has held for 100 s."""
-    asked = Asked(scaler(up=30, down=2000))
-    for now, unfinished, number in [(0, 40, 2), (1000, 16, 2), (100, 40, 5)]:
-        asked.at(now, unfinished, number)
+    """At 1000 s 2 were wanted; then it is 100 s, and 5 are wanted from then on: 30 s later there are 5."""
+    autoscaler, state, ready = scaler(up=30, down=2000), {}, 2
+    for now, unfinished, allowed in [
+        (0, 40, [2]),
+        (1000, 16, [2]),
+        (100, 40, [2, 5]),
+        (110, 40, [2, 5]),
+        (130, 40, [5]),
+    ]:
+        ready, state = autoscaler.decide(view(now, unfinished, ready=ready), state)
+        assert ready in allowed, f"at {now} s, {unfinished} requests: {ready}, not one of {allowed}"
 
 
 def test_any_history(scaler):

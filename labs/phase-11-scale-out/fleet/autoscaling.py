@@ -1,5 +1,16 @@
 # Phase 11, scale-out: your file. It stands in for minicache.fleet.autoscaling.
 # Write what raises NotImplementedError. `minicache grade 11` grades it, `minicache hint 11.K` helps with task K.
+#
+# Predict, before you write task 11.5. `minicache grade` checks it, without points.
+# There are two replicas, upscale_delay is 30, and a call comes every 10 s. At 0, 10, 20 and 30 s 5, 3, 6 and 7 are
+# wanted. What does the call at 30 s return?
+# 11.5a =
+# There are four replicas, downscale_delay is 60, and a call comes every 10 s. Up to 90 s 4 are wanted, from 100 s on 2.
+# At which second is 2 returned for the first time?
+# 11.5b =
+# There are two replicas, and upscale_delay is 30. There are two calls only, at 0 s and at 100 s, and at both 5 are
+# wanted. What does the second return?
+# 11.5c =
 """How many replicas there should be (phase 11). Pure standard library.
 
 The current load gives the number of replicas wanted now. Acting on each such number would start and stop replicas all
@@ -72,8 +83,8 @@ class Autoscaler:
         number: the replicas that take requests or are starting, or the nearer bound if these are fewer than
         `min_replicas` or more than `max_replicas`, since the bounds need no delay.
 
-        What was wanted before the first call is unknown and justifies nothing. If the clock was set back, entries of
-        moments after `view.now` are dropped.
+        What was wanted before the first call is unknown and justifies nothing. If the clock was set back, what was
+        wanted after `view.now` counts no longer, and what was wanted before may be forgotten with it.
 
         Args:
             view: the fleet now.

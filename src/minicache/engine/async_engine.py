@@ -93,7 +93,10 @@ class AnswerStream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """No more chunks will come: the reader gets those that are here, then `error` is raised. Wakes the reader."""
+        """No more chunks will come: the reader gets those that are here, then `error` is raised. Wakes the reader.
+
+        The engine has ended the request, so `close` has nothing left to abort.
+        """
         self._error = error
         self._news.set()
 
@@ -101,6 +104,9 @@ class AnswerStream:
 
     async def take(self) -> list[Chunk]:
         """Wait until there is a chunk, and fetch all that are there: a slow reader catches up.
+
+        The first that applies: a closed stream has none; chunks that are there are fetched; a failed stream raises its
+        error; one whose answers are all finished has none; any other waits, and does not poll.
 
         Returns:
             One or more chunks, in their order; none if all answers are finished, or the stream is closed.
@@ -220,7 +226,8 @@ class AsyncEngine:
     async def drain(self, seconds: float) -> bool:
         """Take no new requests, and wait until all requests are finished (num_unfinished is 0).
 
-        It sleeps until `all_finished` is set, without polling. If its task is cancelled, the CancelledError is raised.
+        It sleeps until `all_finished` is set, without polling, and ends no request. If its task is cancelled, the
+        CancelledError is raised.
 
         Args:
             seconds: the longest wait.
@@ -260,9 +267,9 @@ class AsyncEngine:
             num_answers: n of a request, or of several together.
 
         Raises:
-            EngineStoppedError: the engine is draining, or has ended.
-            ValueError: there are fewer admission slots altogether.
-            QueueFullError: too many slots are taken now. Its retry_after is `retry_after()`.
+            EngineStoppedError: the engine is draining, or has ended (`error`).
+            ValueError: otherwise, if there are fewer admission slots altogether: a later attempt would fail as well.
+            QueueFullError: otherwise, if too many slots are taken now. Its retry_after is `retry_after()`.
         """
         if self.error is not None:
             raise EngineStoppedError(f"the engine has ended: {self.error}") from self.error
@@ -291,7 +298,8 @@ class AsyncEngine:
                 server tokenises before it calls this.
             params: what to generate; its n answers need n admission slots.
             options: further arguments of `llm.add_request` (priority, cache_salt). A caller's request_id and
-                arrival_time are ignored: the id is a number that was never used, the time is now.
+                arrival_time are ignored: the id is a number that was never used (`_names`), the time is the one of this
+                call (time.monotonic()), not of the command's.
 
         Returns:
             The stream of its chunks. The caller closes it.
@@ -329,7 +337,7 @@ class AsyncEngine:
     def leave(self, stream: AnswerStream) -> None:
         """A stream was closed with unfinished answers: free their slots, and have the thread abort its request.
 
-        It leaves `streams`. If it was not there, nothing is done.
+        It leaves `streams`. If it was not there, nothing is done. Slots of finished answers are free already.
         """
         if self.streams.pop(stream.request_id, None) is stream:
             self.free_slots(stream.num_unfinished)
@@ -340,9 +348,10 @@ class AsyncEngine:
     def run(self) -> None:
         """The thread's loop, until the command None, which ends it at once.
 
-        An iteration: run all commands that are there, in their order; then one step, if the LLM has anything
-        unfinished. The step's chunks go to `deliver`, an exception that it raises to `fail_step`. If nothing is
-        unfinished, the thread sleeps until the next command.
+        An iteration: run all commands that are there, in their order; then one step, if anything is unfinished
+        (`llm.has_unfinished`). The step's chunks go to `deliver`, an `Exception` that it raises to `fail_step`; any
+        other error ends the thread. If nothing is unfinished, the thread sleeps until the next command, without
+        polling.
         """
         while True:
             is_idle = not self.llm.has_unfinished
@@ -381,14 +390,16 @@ class AsyncEngine:
 
         `last_step` has the requests of the step, and is then reset (`forget`). A request is ended with all its answers:
         it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError that has
-        the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each once. `error`
-        is logged, with its traceback.
+        the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each once; those
+        that are no longer in `llm.answers` are left out. (A step's ids are those of answers; `request_of` gives the
+        request's.) `error` is logged, with its traceback (`logger`, exc_info).
 
         Args:
             error: the exception that the step raised.
 
         Raises:
-            InvariantError: there was no step and there are no requests, so the next one would fail as well.
+            InvariantError: there was no step and there are no requests, so the next one would fail as well. Its
+                `__cause__` is `error`.
         """
         scheduled = self.last_step.requests
         suspects = [request for request in scheduled if not request.output_token_ids]
@@ -433,8 +444,8 @@ class AsyncEngine:
 
         If the chunk finishes an answer (it has a finish_reason), the time is appended to `finished_at`, and a slot is
         free again (`free_slots`). The stream leaves `streams` when all its answers are finished. But a chunk with the
-        finish_reason "error" ends the whole request: its stream is failed with a StepFailedError (`fail`), and the
-        thread is to abort its other answers.
+        finish_reason "error" ends the whole request: its stream is failed with a StepFailedError (`fail`), and a
+        command has the thread abort its other answers.
         """
         for chunk in chunks:
             stream = self.streams.get(chunk.request_id)

@@ -72,8 +72,8 @@ class Autoscaler:
         number: the replicas that take requests or are starting, or the nearer bound if these are fewer than
         `min_replicas` or more than `max_replicas`, since the bounds need no delay.
 
-        What was wanted before the first call is unknown and justifies nothing. If the clock was set back, entries of
-        moments after `view.now` are dropped.
+        What was wanted before the first call is unknown and justifies nothing. If the clock was set back, what was
+        wanted after `view.now` counts no longer, and what was wanted before may be forgotten with it.
 
         Args:
             view: the fleet now.

@@ -243,9 +243,12 @@ class SharingAuditor(Auditor):
 
 def _blocks(request: Request, first: int = 0, end: int | None = None) -> list[tuple[int, int, int]]:
     """The entries first … end − 1 of a request's block tables: (group, place, block), without the null block."""
-    tables = enumerate(request.group_block_ids)
-    places = [(group, place, each) for group, table in tables for place, each in enumerate(table[:end])]
-    return [entry for entry in places if entry[1] >= first and entry[2] != NULL_BLOCK]
+    return [
+        (group, place, each)
+        for group, table in enumerate(request.group_block_ids)
+        for place, each in enumerate(table[first:end], first)
+        if each != NULL_BLOCK
+    ]
 
 
 def contents_of(request: Request, group: int, end: int) -> Contents:

@@ -147,6 +147,13 @@ class RooflineCost:
         bandwidth_efficiency: the part of the bandwidth that is reached, on the device and between it and its host.
         overhead_seconds: what every step takes besides, ≥ 0.
 
+    Attributes:
+        overhead_seconds: as given.
+        seconds_per_token: multiplying a new token with the weights.
+        seconds_per_pair: attention of a new token to one token.
+        seconds_of_weights: reading the weights.
+        seconds_per_row: reading what one token has in the cache, or writing it.
+
     Raises:
         TypeError: a number has the wrong type.
         ValueError: a number is out of its bounds, or the dtype is unknown.
@@ -173,23 +180,23 @@ class RooflineCost:
         per_pair = step_flops(model, 1, 1) - step_flops(model, 1, 0)
         flops, bandwidth = accelerator.peak_flops * flops_efficiency, accelerator.bandwidth * bandwidth_efficiency
         row = kv_token_bytes(model, dtype, kv_cache_dtype)
-        self._seconds_per_pair = per_pair / flops
-        self._seconds_per_token = (step_flops(model, 1, 0) - per_pair) / flops
-        self._seconds_of_weights = weight_bytes(model.num_parameters, dtype) / bandwidth
-        self._seconds_per_row = row / bandwidth
+        self.seconds_per_pair = per_pair / flops
+        self.seconds_per_token = (step_flops(model, 1, 0) - per_pair) / flops
+        self.seconds_of_weights = weight_bytes(model.num_parameters, dtype) / bandwidth
+        self.seconds_per_row = row / bandwidth
         self._seconds_per_swapped_row = row / (PCIE_BANDWIDTH * bandwidth_efficiency)
 
     def step_seconds(self, load: StepLoad) -> float:
         """The longer of the FLOPs' time and the bytes', and the overhead."""
         _, new, cached, pairs, _ = load
-        multiplying = new * self._seconds_per_token + pairs * self._seconds_per_pair
-        reading = self._seconds_of_weights + (cached + new) * self._seconds_per_row
+        multiplying = new * self.seconds_per_token + pairs * self.seconds_per_pair
+        reading = self.seconds_of_weights + (cached + new) * self.seconds_per_row
         return max(multiplying, reading) + self.overhead_seconds
 
     def decode_ends(self, now: float, num_sequences: int, num_cached_tokens: int, num_steps: int) -> list[float]:
         """As the function of this name: the same sums, in the same order, without a call for each step."""
-        multiplying = num_sequences * self._seconds_per_token
-        of_weights, per_pair, per_row = self._seconds_of_weights, self._seconds_per_pair, self._seconds_per_row
+        multiplying = num_sequences * self.seconds_per_token
+        of_weights, per_pair, per_row = self.seconds_of_weights, self.seconds_per_pair, self.seconds_per_row
         overhead, ends = self.overhead_seconds, list[float]()
         first = num_cached_tokens + num_sequences
         for rows in range(first, first + num_steps * num_sequences, num_sequences):

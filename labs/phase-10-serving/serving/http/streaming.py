@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 Result = TypeVar("Result")
 
@@ -86,10 +86,12 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the head, the pieces and the end, as long as the client stays connected.
 
-        The head is status 200 and `HEADERS`. Each piece is a body with `more_body`, sent as soon as it is there; the
-        end is an empty body without. `send` returns when the connection has room again, and only then is the next piece
-        taken from the generator: a slow client delays only its own pieces. A disconnect is not an error. At the end,
-        `close` is called, and the generator closed (`aclose`).
+        The head is an `http.response.start`: status 200, and `HEADERS` as pairs of bytes. Each piece is an
+        `http.response.body` with `more_body` true, sent as soon as it is there; the end is an empty one with
+        `more_body` false. `send` returns when the connection has room again, and only then is the next piece taken from
+        the generator: a slow client delays only its own pieces. A disconnect is no error, nor is an OSError
+        that `send` raises, since the connection is broken; any other exception is raised, an OSError of the generator
+        too. Whatever happens, `close` is called first, and then the generator is closed (`aclose`).
         """
         raise NotImplementedError(
             "phase 10, task 5: Events over HTTP; read docs/en/phase-10-serving/lab/02-the-socket.md"

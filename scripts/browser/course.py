@@ -40,7 +40,19 @@ GRADING = tuple(
     f"minicache_course/{name}.py"
     for name in (
         *("account", "checks", "effort", "encoding", "exposing", "finder", "follow", "journal", "pages", "plugin"),
-        *("progress", "record", "results", "scenario", "seeds", "session", "stall", "table", "templates", "values"),
+        *(
+            "predictions",
+            "progress",
+            "record",
+            "results",
+            "scenario",
+            "seeds",
+            "session",
+            "stall",
+            "table",
+            "templates",
+            "values",
+        ),
         "workspace",
     )
 )
@@ -101,12 +113,14 @@ def policies() -> dict[str, str]:
 def table() -> str:
     """`labs/course.toml` without the tasks that cannot be graded in a browser: there, the phases have only these."""
     pure = {(phase.number, task.number) for phase, tasks in pure_tasks().items() for task in tasks}
-    kept, phase = [], -1
+    kept, phase, is_kept = [], -1, True
     for block in re.split(r"(?m)^(?=\[\[)", (ROOT / TABLE).read_text(encoding="utf-8")):
         number = int(found[1]) if (found := re.search(r"(?m)^number = (\d+)$", block)) else -1
         if block.startswith("[[phase]]"):
-            phase = number
-        if not block.startswith("[[phase.task]]") or (phase, number) in pure:
+            phase, is_kept = number, True
+        elif block.startswith("[[phase.task]]"):
+            is_kept = (phase, number) in pure
+        if is_kept:  # a prediction goes with the task that it follows
             kept.append(block)
     return "".join(kept)
 

@@ -436,6 +436,7 @@ def route_table(
         nav: of mkdocs.yml.
         titles: words of the nav, English to the page's language.
         root: the way to the docs folder.
+        say: what it prints, in the page's language.
     """
     rows, whole = [], 0.0
     for stop in stops or [phase.number for phase in load_course(COURSE)]:

@@ -10,7 +10,7 @@ import * as store from "./store.js";
 /** Show the task, and load its Python meanwhile. */
 export async function open() {
   const first = document.getElementById("first");
-  const [form, input, run, status, results, next] = ["form", "input", "form button", ".mc-status", ".mc-results", ".next"].map(
+  const [form, input, run, status, results, next] = ["form", "input", "form .md-button", ".mc-status", ".mc-results", ".next"].map(
     (each) => first.querySelector(each),
   );
   const tell = (text) => (status.textContent = text);
@@ -47,6 +47,7 @@ export async function open() {
     grader.close();
     first.classList.add("passed");
     next.hidden = false;
+    first.querySelector("svg").scrollIntoView({ block: "nearest" });
     store.write("first", new Date().toISOString());
   }
 

@@ -69,7 +69,8 @@ def picture(alt: str) -> str:
         parts.append(f'<g class="token {role}" style="{way}">{_cell(start, 1, "", position)}</g>')
     height = MEMORY_Y + NUM_BLOCKS // IN_A_ROW * ROW - GAP
     inside = "".join(parts)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(alt)}">{inside}</svg>'
+    svg = f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(alt)}">{inside}</svg>'
+    return f'<div class="picture">{svg}</div>'
 
 
 def _sequence(position: int) -> int:

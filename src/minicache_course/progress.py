@@ -109,9 +109,7 @@ class Progress:
 
     def passed_at(self) -> dict[str, str]:
         """Id of each task that passed when it was graded last → when that was, ISO 8601."""
-        return {
-            name: record.graded_at for name, record in self.tasks.items() if record.outcome is Outcome.PASSED
-        }
+        return {name: record.graded_at for name, record in self.tasks.items() if record.outcome is Outcome.PASSED}
 
     def earned(self, task: Task) -> int:
         """The points that the task earned when it was graded last."""

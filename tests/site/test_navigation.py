@@ -1,6 +1,7 @@
 """The footer's Next leads to what comes next in the work: the navigation has the order that the pages give."""
 
 import re
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from posixpath import normpath
 
@@ -55,7 +56,7 @@ def test_the_labs_stand_in_the_order_of_their_tasks(number: int) -> None:
 def test_what_a_page_calls_next_is_next_in_the_navigation() -> None:
     open_phases = tuple(f"{phase.folder}/" for phase in COURSE if phase.number not in IN_ORDER)
     wrong = []
-    for page, following in zip(NAV, NAV[1:], strict=False):
+    for page, following in pairwise(NAV):
         if page.startswith(open_phases) or not (PAGES / page).is_file():  # a notebook's page is rendered
             continue
         said = re.findall(r"^Next\b[^\n]*", (PAGES / page).read_text("utf-8"), re.M)

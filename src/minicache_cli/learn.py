@@ -7,6 +7,8 @@ import shlex
 import sys
 from collections.abc import Iterable
 from gettext import gettext as _
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -140,10 +142,12 @@ def compare(
     if html:
         replace_file(html, comparing.page(pairs, _("yours"), _("reference")).encode())
         return
-    for pair in pairs:
-        table = Table(_("yours"), _("reference"), title=f"{pair.task.id} {translated(pair.task.title)}: {pair.target}")
-        table.add_row(*(Syntax(side, "python", word_wrap=True) for side in (pair.yours, pair.ours)))
-        console.print(table)
+    for done, group in groupby(pairs, attrgetter("task")):
+        for pair in group:
+            table = Table(_("yours"), _("reference"), title=f"{done.id} {translated(done.title)}: {pair.target}")
+            table.add_row(*(Syntax(side, "python", word_wrap=True) for side in (pair.yours, pair.ours)))
+            console.print(table)
+        console.print(escape(translated(done.why)), highlight=False)
 
 
 @app.command()

@@ -300,7 +300,7 @@ def incidents() -> Table:
         counted = [getattr(measure(incident.workload, kind), incident.counter) for kind in kinds]
         known = {"OutOfBlocksError": 1, "LivelockError": 0, "": None}
         rows.append([None, None, None, *(known.get(each, each) for each in counted)])
-    return "phase-07-fairness/theory/01", "| # | what it did", rows
+    return "phase-07-fairness/lab/00", "| # | what it did", rows
 
 
 @table
@@ -332,7 +332,7 @@ def two_bugs() -> Table:
         tally = drive(kind(num_blocks=80), phase_07.requests())
         starved = sum(end + 1 > phase_07.TIMEOUT * 394 for end in tally.finished.values())
         rows.append([tally.num_steps, tally.num_prefill_tokens, starved, tally.finished[0] + 1])
-    return "phase-07-fairness/theory/03", "| | steps | prefill tokens", rows
+    return "phase-07-fairness/further/01", "| | steps | prefill tokens", rows
 
 
 @table

@@ -19,7 +19,15 @@ from minicache.scheduler.queue import arrival_key
 from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
 from minicache.verifier.world import Moment, Property
 
+STEPS: Final = ("schedule", "retry")
+"""The actions that schedule a step."""
 NO_STEP: Final = SchedulerOutput()
+
+
+def of_steps(rule: Property) -> Property:
+    """Have a property asked of `STEPS` only."""
+    rule.kinds = STEPS  # type: ignore[attr-defined]
+    return rule
 
 
 def step_is_right(moment: Moment) -> str | None:
@@ -55,10 +63,10 @@ def step_is_right(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     """What a request has computed lies in its blocks, on the device or in CPU swap space, and nothing else does."""
-    if moment.action.kind not in ("schedule", "retry") or moment.output is None:
-        return None
+    assert moment.output is not None
     memory, num_new = moment.memory, moment.output.num_scheduled_tokens
     for request in moment.after:
         if request.block_ids:
@@ -72,6 +80,7 @@ def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def first_is_not_forgotten(moment: Moment) -> str | None:
     """Of any STARVATION_BOUND + 1 admissions in a row, one is of the request that arrived first of all that wait."""
     if moment.num_bypasses > fair.STARVATION_BOUND and isinstance(moment.scheduler, fair.FairScheduler):
@@ -79,6 +88,7 @@ def first_is_not_forgotten(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def admits_in_order(moment: Moment) -> str | None:
     """Of the requests that may share the batch the most urgent is admitted, and at the bound the oldest of all."""
     scheduler = moment.scheduler
@@ -98,13 +108,15 @@ def _urgency(request: Request) -> tuple[float, ...]:
     return request.priority, request.arrival_time, request.arrival_index, request.fork_index
 
 
+@of_steps
 def waits_with_reason(moment: Moment) -> str | None:
     """The next waiting request is admitted if there are a batch slot, blocks and budget, and no request was preempted.
 
     A rule of the course's stages: a scheduler of one's own may have other reasons to let a request wait.
     """
     scheduler, output = moment.scheduler, moment.output
-    if moment.action.kind not in ("schedule", "retry") or output is None or output.preempted:
+    assert output is not None
+    if output.preempted:
         return None
     head = scheduler.head() if len(scheduler.running) < scheduler.max_num_seqs else None
     if head is None or not isinstance(scheduler, PagedScheduler):

@@ -45,9 +45,11 @@ def verify(
     if mine:
         use_labs(console)
     from minicache.verifier.cases import cases
+    from minicache.verifier.link import fragment
     from minicache.verifier.rules import PROPERTIES, STAGE_PROPERTIES
     from minicache.verifier.story import story
     from minicache.verifier.together import explore_all
+    from minicache_course.pages import PORT, address
 
     with usage_errors():
         todo = cases(scheduler if policy is None else policy_in(policy), requests, blocks)
@@ -71,6 +73,11 @@ def verify(
     console.print(_("[bold red]A rule is broken[/]. The shortest way there, {case}:").format(case=shortest.case))
     for each in story(case, shortest.violation):
         console.print(escape(each), soft_wrap=True)
+    page = f"http://127.0.0.1:{PORT}/{address(None)}playground/#{fragment(case, shortest.violation.actions)}"
+    console.print(_("Step by step, in the playground that `minicache docs` serves:"))
+    console.print(escape(page), soft_wrap=True)
+    if mine or policy is not None:
+        console.print(_("It shows the reference there: put your own code into its editor."))
     raise typer.Exit(1)
 
 

@@ -332,7 +332,7 @@ class World:
         return hash(tuple(state))
 
     def _primed(self, auditor: Auditor) -> Auditor:
-        """A copy that has been told what the full blocks hold, and whose notes may change."""
+        """A copy that knows what the full blocks hold, and whose notes may change."""
         primed: Auditor = _new(type(auditor))
         vars(primed).update(vars(auditor), notes=dict(auditor.notes))
         if isinstance(primed, SharingAuditor):

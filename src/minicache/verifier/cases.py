@@ -15,7 +15,7 @@ from minicache.scheduler import SCHEDULERS, create_scheduler, require_scheduler
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.fair import FairScheduler
 from minicache.verifier.explore import Case
-from minicache.verifier.world import Shape
+from minicache.verifier.world import TOKEN, Shape
 
 BLOCK_SIZE: Final = 2
 RECOMPUTE: Final[dict[str, Any]] = {"preemption": "recompute"}
@@ -67,6 +67,8 @@ def cases(
             variants.append((words, preemption | caching, shapes))
         if preemption:
             variants.append((f"{preemption['preemption']} long", preemption, _longer(shapes)))
+    if "preemption" in has and not classes[0].chunks_prompts:
+        variants.append(("small step", {"max_num_batched_tokens": 4}, _longer(shapes)))
     if "preemption" in has:
         variants.append(("small pool", {"num_blocks": 2, "max_num_batched_tokens": 4}, _outgrowing(shapes)))
     if "watermark" in has:
@@ -77,6 +79,7 @@ def cases(
         variants.append(("classes", {"max_num_seqs": 2}, _of_two_classes(shapes)))
     if "prefix_caching" in has:
         variants.append(("two prefixes", {"prefix_caching": True, "num_blocks": 2}, _of_two_prefixes(shapes)))
+        variants.append(("chat", {"prefix_caching": True}, _of_a_chat(shapes)))
     if "reserve_full_prompt" in has:
         variants.append(("first chunks", {"reserve_full_prompt": False}, shapes))
     return [
@@ -122,3 +125,9 @@ def _of_two_prefixes(shapes: Sequence[Shape]) -> Sequence[Shape]:
     """The same, but the second begins otherwise than the first: only requests of one shape share blocks."""
     one, other = shapes
     return one, other._replace(prompt_token_ids=[3, 3, 3])
+
+
+def _of_a_chat(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The same, but the second is the next turn of a chat: its prompt begins with the first's, and its answer."""
+    one, other = shapes
+    return one, other._replace(prompt_token_ids=[*one.prompt_token_ids, TOKEN, TOKEN, 3])

@@ -10,7 +10,7 @@ Parts, with commas between them:
 | `s`, `y` | a step is scheduled; the same, and the one before has failed |
 | `c`, `c0-1` | the step is computed, and requests 0 and 1 generate a stop token |
 | `r` | the step fails, and `recover()` is called |
-| `x0`; `e`, `f`, `b` likewise | request 0 is aborted, fails alone, is forked, is forked with another last token |
+| `x`, `e`, `f`, `b` | with an id: that request is aborted, fails alone, is forked, is forked with another last token |
 """
 
 from __future__ import annotations

@@ -107,6 +107,7 @@ class Moment:
         admissions: of schedule and retry, the requests that were admitted, in order.
         num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited;
             at most STARVATION_BOUND + 1.
+        protected: the id of the request that was `protected` before it (phase 9); None if none was.
         memory: what lies in the slots once the scheduled step is computed.
         auditor: one that has seen the state before, and nothing since.
     """
@@ -121,6 +122,7 @@ class Moment:
     finished: list[Request] = field(default_factory=list)
     admissions: tuple[Admission, ...] = field(default=(), repr=False)
     num_bypasses: int = 0
+    protected: RequestId | None = None
 
 
 @dataclass(slots=True)
@@ -132,12 +134,14 @@ class Start:
         num_running: how many of them are the batch.
         was: id → what each of them is.
         auditor: has seen this state, and nothing else.
+        protected: as `Moment.protected`.
     """
 
     requests: list[Request]
     num_running: int
     was: dict[RequestId, Was]
     auditor: Auditor
+    protected: RequestId | None
 
 
 class World:
@@ -210,7 +214,9 @@ class World:
             )
             for each in requests
         }
-        return Start(requests, len(self.scheduler.running), was, auditor)
+        protected = getattr(self.scheduler, "protected", None)
+        protected_id = None if protected is None or protected.status.is_finished else protected.request_id
+        return Start(requests, len(self.scheduler.running), was, auditor, protected_id)
 
     def do(self, action: Action, shapes: Sequence[Shape], start: Start | None = None) -> Moment | None:
         """Do one of the `actions`.
@@ -250,7 +256,7 @@ class World:
                 self.memory = moment.memory = Memory(scheduler.pool.block_size)
             moment.auditor = self._primed(start.auditor)
             num_running = 0 if kind == "retry" else start.num_running  # it loses its batch first
-            moment.output = scheduler.schedule()
+            moment.output, moment.protected = scheduler.schedule(), start.protected
             moment.admissions = self._admissions(
                 moment.output, start.requests[:num_running], start.requests[num_running:]
             )

@@ -66,7 +66,8 @@ def cases(
             words = f"{preemption.get('preemption', '')} {'prefix cache' if caching else ''}"
             variants.append((words, preemption | caching, shapes))
         if preemption:
-            variants.append((f"{preemption['preemption']} long", preemption, _longer(shapes)))
+            tight = {"num_host_blocks": 2} if preemption is SWAP else {}  # as much as one victim needs
+            variants.append((f"{preemption['preemption']} long", preemption | tight, _longer(shapes)))
     if "preemption" in has and not classes[0].chunks_prompts:
         variants.append(("small step", {"max_num_batched_tokens": 4}, _longer(shapes)))
     if "preemption" in has:

@@ -64,7 +64,10 @@ class KeyLimit(ChunkedPrefillScheduler):
             return request
         if self.protected is not None or self.num_bypasses >= fair.STARVATION_BOUND:
             return None
-        return next((each for each in self.waiting.values() if self.is_compatible(each) and self.has_room(each)), None)
+        for each in self.waiting.values():
+            if self.is_compatible(each) and self.has_room(each):
+                return each
+        return None
 
 
 class FoundLast(OrderedDict[int, None]):

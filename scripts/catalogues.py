@@ -78,13 +78,14 @@ def _is_told(message: str) -> bool:
 
 
 def of_the_table(file: Path) -> Iterator[str]:
-    """The titles, hints and questions of the course's table."""
+    """The titles, hints, questions and reasons of the course's table."""
     for phase in tomllib.loads(file.read_text(encoding="utf-8"))["phase"]:
         yield phase["title"]
         for task in phase.get("task", ()):
             yield task["title"]
             yield from task.get("hints", ())
             yield from (each["question"] for each in task.get("prediction", ()))
+            yield from filter(None, [task.get("why")])
 
 
 def of_the_course() -> list[str]:

@@ -2,8 +2,9 @@
 
     minicache arena run
 
-scores it. The rules, the score and its bound: docs/en/arena.md. `arena` has the machine's options, the time, and the
-limits of every request. How long an answer will be is not known.
+scores it. The rules, the score and its bound: docs/en/arena.md.
+`arena` has the machine's options, the time, and the limits of every
+request. How long an answer will be is not known.
 """
 
 from minicache.scheduler import ChunkedPrefillScheduler

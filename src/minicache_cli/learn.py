@@ -7,6 +7,8 @@ import shlex
 import sys
 from collections.abc import Iterable
 from gettext import gettext as _
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -28,6 +30,7 @@ from minicache_course.language import translated
 from minicache_course.progress import Progress as Saved
 from minicache_course.record import TIMEOUT
 from minicache_course.results import PhaseResult
+from minicache_course.route import place
 from minicache_course.table import Phase, Task
 from minicache_course.workspace import Workspace, find_workspace, is_elsewhere
 
@@ -72,6 +75,7 @@ def status(
             table.add_row(task.id, translated(task.title), str(task.file), points, state)
     console.print(table)
     console.print(_("Your files: {folder}").format(folder=show(workspace.labs)), soft_wrap=True)
+    _print_place(workspace, saved)
 
 
 @app.command()
@@ -138,10 +142,12 @@ def compare(
     if html:
         replace_file(html, comparing.page(pairs, _("yours"), _("reference")).encode())
         return
-    for pair in pairs:
-        table = Table(_("yours"), _("reference"), title=f"{pair.task.id} {translated(pair.task.title)}: {pair.target}")
-        table.add_row(*(Syntax(side, "python", word_wrap=True) for side in (pair.yours, pair.ours)))
-        console.print(table)
+    for done, group in groupby(pairs, attrgetter("task")):
+        for pair in group:
+            table = Table(_("yours"), _("reference"), title=f"{done.id} {translated(done.title)}: {pair.target}")
+            table.add_row(*(Syntax(side, "python", word_wrap=True) for side in (pair.yours, pair.ours)))
+            console.print(table)
+        console.print(escape(translated(done.why)), highlight=False)
 
 
 @app.command()
@@ -228,6 +234,17 @@ def doctor() -> None:
         healthy &= finding.ok or not finding.required
     if not healthy:
         raise typer.Exit(1)
+
+
+def _print_place(workspace: Workspace, saved: Saved) -> None:
+    """Where the learner is on the way through the course, and the page of what comes next."""
+    here, following = place(workspace.course, saved.passed_at())
+    if here:
+        at = f"{here.id} {translated(here.title)}"
+        console.print(_("You are here: {task}").format(task=at), soft_wrap=True, highlight=False)
+    if following:
+        to = f"[bold]{following.id} {translated(following.title)}[/]   {translated(following.page)}"
+        console.print(_("Next: {task}").format(task=to), soft_wrap=True, highlight=False)
 
 
 def _export(workspace: Workspace, saved: Saved, file: Path, key: Path | None) -> None:

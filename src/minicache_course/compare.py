@@ -6,6 +6,8 @@ import ast
 from dataclasses import dataclass
 from difflib import HtmlDiff
 from html import escape
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 
 from minicache_course.errors import CourseError
@@ -49,14 +51,15 @@ def pairs(workspace: Workspace, phase: Phase, tasks: list[Task]) -> list[Pair]:
 def page(pairs: list[Pair], yours: str, ours: str) -> str:
     """All pairs as one HTML page, in which the two sides have these names."""
     style = Path(__file__).with_suffix(".css").read_text(encoding="utf-8")
-    tables = "".join(
-        f"<h2>{each.task.id} {escape(translated(each.task.title))}: {escape(each.target)}</h2>"
-        + HtmlDiff(wrapcolumn=WIDTH).make_table(each.yours.splitlines(), each.ours.splitlines(), yours, ours)
-        for each in pairs
-    )
+    parts = []
+    for task, group in groupby(pairs, attrgetter("task")):
+        parts.append(f"<h2>{task.id} {escape(translated(task.title))}</h2><p>{escape(translated(task.why))}</p>")
+        for each in group:
+            both = each.yours.splitlines(), each.ours.splitlines()
+            parts += f"<h3>{escape(each.target)}</h3>", HtmlDiff(wrapcolumn=WIDTH).make_table(*both, yours, ours)
     return (
         '<!DOCTYPE html><html><head><meta charset="utf-8"><title>minicache compare</title>'
-        f"<style>{style}</style></head><body>{tables}</body></html>"
+        f"<style>{style}</style></head><body>{''.join(parts)}</body></html>"
     )
 
 

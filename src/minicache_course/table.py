@@ -29,6 +29,7 @@ class Task:
         starts_from: pairs (target, `module:Class.method`): the starter gives this target that body to mend, in place
             of none.
         predictions: pairs (question, answer), to be answered before writing.
+        why: why the reference is as it is, to be read once the task has passed; may be empty.
     """
 
     phase: int
@@ -41,6 +42,7 @@ class Task:
     hints: tuple[str, ...]
     starts_from: tuple[tuple[str, str], ...] = ()
     predictions: tuple[tuple[str, str], ...] = ()
+    why: str = ""
 
     @property
     def id(self) -> str:
@@ -202,6 +204,7 @@ def _task(entry: Entry, phase: int) -> Task:
         hints=entry.texts("hints"),
         starts_from=entry.pairs("starts_from", r"minicache(_course)?(\.\w+)+:\w+(\.\w+)*"),
         predictions=tuple(_prediction(each) for each in entry.entries("prediction")),
+        why=entry.text("why") if "why" in entry.data else "",
     )
     entry.done()
     if strangers := [name for name, _ in task.starts_from if name not in task.targets]:

@@ -64,7 +64,9 @@ def test_two_sides_without_docstrings(toys: Toys) -> None:
     assert pair.yours == 'def dtype_nbytes(dtype):\n    return 2 if dtype < "g" else 4'
     assert pair.ours.startswith("def dtype_nbytes(")
     assert '"""' not in pair.ours
-    page = compare.page([pair], "yours", "reference")
+    reasoned = replace(pair, task=replace(pair.task, why="A <table> is as quick."))
+    page = compare.page([reasoned], "yours", "reference")
+    assert "A &lt;table&gt; is as quick." in page
     assert "dtype&nbsp;&lt;" in page
     assert "number" not in page
     file.write_text("def other():\n    pass\n")

@@ -330,7 +330,9 @@ class World:
             state.append(value if type(value) in _PLAIN else _plain(value, order))
         hashes = getattr(pool, "_hash_of", None)
         if hashes:  # blocks that can be found differ by what they hold; the next to be evicted is first
-            first = {next(iter(blocks), None) for blocks in pool._blocks_of.values()}
+            first = {
+                next(iter(blocks), None) for blocks in getattr(pool, "_blocks_of", {}).values()
+            }  # a learner may keep hashes otherwise
             blocks, label = self.memory.blocks, labels.get
             for each in (*labels, *free):
                 if each in hashes:

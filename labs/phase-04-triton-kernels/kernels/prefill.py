@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
+from minicache.kernels.decode import attend_group, launch_options, new_output, per_head, per_token, rows_contiguous
 
 
 @triton.jit

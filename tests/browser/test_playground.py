@@ -198,7 +198,7 @@ def test_the_site_knows_what_can_be_chosen() -> None:
         assert "class" in source_of(scheduler["module"])
 
 
-def test_the_recording_of_the_home_page_is_small() -> None:
+def test_the_recording_is_small() -> None:
     panes = recording()["panes"]
     assert [len(pane["frames"]) for pane in panes] == [14, 11]
     assert len(json.dumps(recording(), separators=(",", ":"))) < 12_000

@@ -116,18 +116,6 @@ def test_nothing_is_loaded_before_the_first_run_and_no_other_host_is_asked(page:
     assert hosts == {urlsplit(page.address).netloc}
 
 
-def test_the_home_page_moves_without_python_and_leads_here(page: Playground) -> None:
-    page.browser.open("about:blank")
-    page.browser.requests.clear()
-    page.browser.open(page.address)
-    seen = "document.querySelector('#moving canvas').toDataURL()"
-    page.browser.wait_for("document.querySelector('#moving canvas').width > 300")
-    before = page.browser.evaluate(seen)
-    page.browser.wait_for(f"{seen} !== {json.dumps(before)}")
-    assert not [url for url in page.browser.requests if "/assets/browser/" in url]
-    assert page.browser.evaluate("document.querySelector('#moving figcaption a[href^=playground]') !== null")
-
-
 def test_a_run_is_what_was_recorded_when_the_site_was_built(page: Playground) -> None:
     page.follow()
     before = page.pictures()

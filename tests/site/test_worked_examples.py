@@ -32,14 +32,13 @@ from minicache.engine.decoding import decode
 from minicache.engine.sampling import SamplingParams, TokenSampler
 from minicache.engine.speculative import NgramDrafter, verify
 from minicache.grammar import Tokenizer
-from minicache.memory.prefix import CachingBlockPool, block_hash, root_hash
 from minicache.model import load_minigpt
 from minicache.request import Request, RequestId
 from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, Scheduler, SharingScheduler, create_scheduler
 from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.fair import PriorityScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.simulator.workload import ALPACA, SHAREGPT, generate
+from minicache.simulator.workload import SHAREGPT, generate
 from minicache_course.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
 from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
 from minicache_course.incidents.table import INCIDENTS, measure
@@ -236,17 +235,17 @@ def eighty_requests() -> Table:
         used = phase_05.utilisation(steps, phase_05.BURST_SLOTS)
         means = [f"{fmean(first):.1f}", f"{fmean(last):.1f}"]
         columns.append([len(steps), f"{100 * used:.0f}", *means, max(last), max(step.num_waiting for step in steps)])
-    return "phase-05-continuous-batching/theory/02", "| | static | continuous", list(zip(*columns, strict=True))
+    return "phase-05-continuous-batching/further/01", "| | static | continuous", list(zip(*columns, strict=True))
 
 
 @table
 def static_batches() -> Table:
     rows = []
-    drawn = [[each.num_output_tokens for each in generate(load, 20_480, 0)] for load in (SHAREGPT, ALPACA)]
-    for slots in (1, 2, 4, 8, 16, 32, 64, 128):
-        longest = [sum(max(each[at : at + slots]) for at in range(0, len(each), slots)) for each in drawn]
-        rows.append([f"{100 * sum(each) / (slots * steps):.0f}" for each, steps in zip(drawn, longest, strict=True)])
-    return "phase-05-continuous-batching/theory/01", "| slots | ShareGPT", rows
+    drawn = [each.num_output_tokens for each in generate(SHAREGPT, 20_480, 0)]
+    for slots in (2, 8, 32, 128):
+        longest = sum(max(drawn[at : at + slots]) for at in range(0, len(drawn), slots))
+        rows.append([f"{100 * sum(drawn) / (slots * longest):.0f}"])
+    return "phase-05-continuous-batching/theory/01", "| slots |", rows
 
 
 # --- phase 6 ---
@@ -301,7 +300,7 @@ def incidents() -> Table:
         counted = [getattr(measure(incident.workload, kind), incident.counter) for kind in kinds]
         known = {"OutOfBlocksError": 1, "LivelockError": 0, "": None}
         rows.append([None, None, None, *(known.get(each, each) for each in counted)])
-    return "phase-07-fairness/theory/01", "| # | what it did", rows
+    return "phase-07-fairness/lab/00", "| # | what it did", rows
 
 
 @table
@@ -333,7 +332,7 @@ def two_bugs() -> Table:
         tally = drive(kind(num_blocks=80), phase_07.requests())
         starved = sum(end + 1 > phase_07.TIMEOUT * 394 for end in tally.finished.values())
         rows.append([tally.num_steps, tally.num_prefill_tokens, starved, tally.finished[0] + 1])
-    return "phase-07-fairness/theory/03", "| | steps | prefill tokens", rows
+    return "phase-07-fairness/further/01", "| | steps | prefill tokens", rows
 
 
 @table
@@ -384,7 +383,7 @@ def turns_of_a_chat() -> Table:
             columns[-1] += computed(scheduler, request)
             said = [*said, *request.output_token_ids]
     rows = [list(row) for row in zip(prompts, *columns, strict=True)]
-    return "phase-08-prefix-sharing/theory/01", "| turn | prompt", [*rows, [None, *map(sum, columns)]]
+    return "phase-08-prefix-sharing/further/03", "| turn | prompt", [*rows, [None, *map(sum, columns)]]
 
 
 @table
@@ -394,15 +393,6 @@ def what_is_found() -> Table:
         left = computed(sharing(20, block_size=16), *(Request(name, list(range(length)), 1) for name in "ab"))[1]
         rows.append([length // 16, length - left, left])
     return "phase-08-prefix-sharing/theory/01", "| prompt | full blocks", rows
-
-
-@table
-def digits_of_hashes() -> Table:
-    root, rows = root_hash(None, None), []
-    for tokens in ([1, 2, 3, 4], [9, 9, 9, 9]):
-        name = block_hash(root, tokens)
-        rows.append([f"`{each.hex()[:8]}`" for each in (name, block_hash(name, [5, 6, 7, 8]))])
-    return "phase-08-prefix-sharing/theory/02", "| | block 0 | block 1", rows
 
 
 @table
@@ -416,36 +406,7 @@ def a_tenant_who_guesses() -> Table:
             follow(scheduler, request := Request(guess, prompt, 1, cache_salt=theirs))
             found += [*prompt[:4], request.num_cached_tokens] if request.num_cached_tokens else []
         rows.append([100, found])
-    return "phase-08-prefix-sharing/theory/02", "| | prompts tried", rows
-
-
-@table
-def a_pool() -> Table:
-    pool, hashes = CachingBlockPool(6, 4), [bytes([number]) * 32 for number in range(3)]
-    free = [deepcopy(pool).allocate(6)]
-
-    def look(_: Any) -> None:
-        free.append(deepcopy(pool).allocate(pool.num_free))
-
-    a = pool.allocate(3)
-    look(pool.cache(a, hashes))
-    look(pool.free(a[::-1]))
-    look(pool.share(pool.find(hashes[:2])))
-    look(pool.allocate(2))
-    look(pool.allocate(2))
-    look(pool.find(hashes))
-    return "phase-08-prefix-sharing/theory/03", "| | free blocks", [[each, None] for each in free]
-
-
-@table
-def two_ends() -> Table:
-    scheduler, one_end, rows = sharing(4), [3, 2, 1, 0], []
-    follow(scheduler, Request("a", [1] * 9, 1))
-    for number in range(5):
-        rows.append([one_end, deepcopy(scheduler.pool).allocate(4)])
-        follow(scheduler, Request(number, [2] * 3, 1))
-        one_end = [*one_end[1:], one_end[0]]
-    return "phase-08-prefix-sharing/theory/03", "| | first in, first out", rows
+    return "phase-08-prefix-sharing/further/01", "| | prompts tried", rows
 
 
 @table
@@ -456,7 +417,7 @@ def where_lru_fails() -> Table:
         for number in range(50):
             follow(scheduler, Request(number, [number % 5] * 16 + [9], 1))
         rows.append([f"{100 * scheduler.stats.hit_rate:.0f}"])
-    return "phase-08-prefix-sharing/theory/03", "| blocks of 4 | hit rate", rows
+    return "phase-08-prefix-sharing/further/04", "| blocks of 4 | hit rate", rows
 
 
 @table
@@ -467,7 +428,7 @@ def what_admission_counts() -> Table:
     found = scheduler.find_prefix(b)
     needs, takes = scheduler.blocks_to_admit(b), scheduler.blocks_to_take(b, found)
     rows = [[needs], [needs - len(found)], [takes], [scheduler.pool.num_free]]
-    return "phase-08-prefix-sharing/theory/04", "| it takes | blocks", rows
+    return "phase-08-prefix-sharing/theory/02", "| it takes | blocks", rows
 
 
 @table
@@ -475,7 +436,7 @@ def a_victim_with_a_partial_block() -> Table:
     steps = follow(sharing(6), Request("old", [5] * 8, 9), Request("young", [6] * 6, 9), most=10)
     rows = {at: [steps[at].blocks["old"], steps[at].blocks["young"], steps[at].free] for at in (4, 5, 9)}
     assert steps[9].work == {"young": 3}
-    return "phase-08-prefix-sharing/theory/04", "| step | old's blocks", rows
+    return "phase-08-prefix-sharing/further/02", "| step | old's blocks", rows
 
 
 @table
@@ -484,7 +445,7 @@ def a_victim_comes_back() -> Table:
     for prefix_caching in (False, True):
         scheduler = sharing(10, block_size=16, prefix_caching=prefix_caching)
         rows.append([follow(scheduler, *(Request(number, [number] * 80, 20) for number in (0, 1)))[20].work[1]])
-    return "phase-08-prefix-sharing/theory/04", "| | tokens computed at the return", rows
+    return "phase-08-prefix-sharing/further/02", "| | tokens computed at the return", rows
 
 
 @table
@@ -496,22 +457,19 @@ def a_first_write() -> Table:
     for each in follow(scheduler, most=3):
         copies = [block for pair in each.copies for block in pair]
         rows.append([each.blocks["a"], each.blocks["b"], copies, each.num_used])
-    return "phase-08-prefix-sharing/theory/05", "| | a's blocks", rows
+    return "phase-08-prefix-sharing/theory/03", "| | a's blocks", rows
 
 
 @table
-def children() -> list[Table]:
-    rows, filled = [], []
-    for outputs in ([7, 7, 7], [7, 7, 8], [7, 7], [7, 8], [7], []):
+def children() -> Table:
+    rows = []
+    for outputs in ([7, 7, 7], [7, 7, 8], [7, 7], [7, 8], []):
         scheduler, a = sharing(20), Request("a", [1] * 6, 20)
         follow(scheduler, a, most=3)
         both = 6 + next((n for n, (x, y) in enumerate(zip([7] * 3, outputs, strict=False)) if x != y), len(outputs))
         b = scheduler.fork_request("a", "b", outputs)
-        rows.append([both, b.num_computed_tokens, b.block_ids.copy(), b.num_tokens - b.num_computed_tokens])
-        would = min(8, both, 5 + len(outputs))
-        filled.append([both, both // 4, would, would // 4, a.num_computed_tokens, a.num_computed_tokens // 4])
-    page = "phase-08-prefix-sharing/theory/06"
-    return [(page, "| the child has", rows), (page, "| child | shared", [filled[at] for at in (1, 2, 3, 5)])]
+        rows.append([both, b.num_computed_tokens, b.block_ids.copy()])
+    return "phase-08-prefix-sharing/theory/03", "| the child has", rows
 
 
 @table
@@ -526,21 +484,8 @@ def siblings_run_out() -> list[Table]:
         assert steps[4].preempted == ["c", "b"]
         returns.append([steps[7].work["b"], steps[10].work["c"]])
     rows = {step: [steps[step - 1].blocks[name] for name in "abc"] + [steps[step - 1].free] for step in (4, 5)}
-    page = "phase-08-prefix-sharing/theory/06"
+    page = "phase-08-prefix-sharing/further/02"
     return [(page, "| step | a | b | c", rows), (page, "| tokens computed at the return", returns)]
-
-
-@table
-def four_answers() -> Table:
-    scheduler = sharing(200, prefix_caching=False)
-    follow(scheduler, Request(0, [1] * 21, 4), most=1)
-    for number in range(1, 4):
-        scheduler.fork_request(0, number, [])
-    used = [scheduler.pool.num_used, *(each.num_used for each in follow(scheduler))]
-    without = follow(sharing(200), *(Request(number, [number] * 21, 4) for number in range(4)))
-    most = max(each.num_used for each in without)
-    rows = [[None, each] for each in (used[0], *used[:3], most)]
-    return "phase-08-prefix-sharing/theory/07", "| | what happens", rows
 
 
 @table
@@ -564,7 +509,7 @@ def a_beam_search() -> Table:
         rows += [[" ".join(words[token] for token in way), f"{total:g}"] for total, way in ways[:num_shown]]
         search.advance([list(after[beam.token_ids].items()) for beam in search.beams])
     assert [answer.token_ids for answer in search.answers] == [[1, 0, 1], [2]]
-    return "phase-08-prefix-sharing/theory/07", "| rank | hypothesis", rows
+    return "phase-08-prefix-sharing/theory/04", "| rank | hypothesis", rows
 
 
 # --- phase 9 ---

@@ -1,5 +1,16 @@
 # Phase 8, prefix-sharing: your file. It stands in for minicache.scheduler.prefix_caching.
 # Write what raises NotImplementedError. `minicache grade 8` grades it, `minicache hint 8.K` helps with task K.
+#
+# Predict, before you write task 8.3. `minicache grade` checks it, without points.
+# Blocks of 16. A prompt of 32 tokens is served, and then the same prompt again. How many tokens does the first step of
+# the second compute?
+# 8.3a =
+# Blocks of 4. Request a has a prompt of 6 tokens and still runs; it has 4 tokens of output, of which the newest has not
+# been computed. A prompt of a's 10 tokens and one more arrives. How many of its tokens are found?
+# 8.3b =
+# Blocks of 4, and all are free; three of them hold the first 12 tokens of a waiting prompt of 18. How many blocks does
+# its admission take out of the free list?
+# 8.3c =
 """Prefix caching: a prefix that cached blocks hold is not computed again.
 
 Phase 8 builds it, on the scheduler of phase 7. A full block is cached under the hash of its tokens and all earlier ones

@@ -39,6 +39,11 @@ _PICKLED: Final = pickle.dumps(None, 5)[:1]
 _new: Final[Callable[[type], Any]] = object.__new__
 
 
+def _is_known(part: object) -> bool:
+    """Whether a part of a scheduler has the attributes of the reference's."""
+    return vars(part).keys() == _NAMES.get(type(part))
+
+
 class _UnknownError(Exception):
     """Something that is only pickled."""
 
@@ -59,9 +64,9 @@ class Saver:
         self._has_cache = "_cache" in attributes
         self._clients: list[Request] = []  # of each client, a request with the parameters
         self._client_of: dict[int, int] = {}  # by the identity of its prompt's list
-        parts = [scheduler.waiting, scheduler.waiting._by_arrival, scheduler.pool]
-        parts += [] if scheduler.host_pool is None else [scheduler.host_pool]
-        self._is_known = all(vars(each).keys() == _NAMES.get(type(each)) for each in parts)
+        queue, pools = scheduler.waiting, [scheduler.pool]
+        pools += [] if scheduler.host_pool is None else [scheduler.host_pool]
+        self._is_known = _is_known(queue) and _is_known(queue._by_arrival) and all(map(_is_known, pools))
 
     def save(self, world: World) -> bytes:
         """The world as bytes, for `load` of this saver."""

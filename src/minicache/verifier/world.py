@@ -301,7 +301,7 @@ class World:
         state += [_plain(getattr(scheduler, name), order) for name in own]
         hashes = getattr(pool, "_hash_of", None)
         if hashes:  # blocks that can be found differ by what they hold; the next to be evicted is first
-            found = pool._blocks_of
+            found = getattr(pool, "_blocks_of", {})  # not there if a learner keeps the hashes otherwise
             for each in (*labels, *free):
                 if each in hashes:
                     first = next(iter(found.get(hashes[each], ())), None) == each

@@ -174,17 +174,15 @@ def workloads() -> Numbers:
 
 @computed
 def after_they() -> Numbers:
-    """MiniGPT's words after "They": logits, sums of probabilities, the wrong ones, and how many top_p = 0.9 leaves."""
+    """MiniGPT's words after "They": sums of probabilities, the wrong ones, and how many top_p = 0.9 leaves."""
     from scripts.figures.phase_05 import kept, words_after  # PyTorch, which no other figure needs
 
     words, logits = words_after("They")
     plain, hot = kept(logits), kept(logits, temperature=2.0)
     wrong = [place for place, word in enumerate(words) if not _is_grammatical(["They", word])]
     return {
-        "logits": logits[:5].tolist(),
         "sums": plain.cumsum(-1)[:3].tolist(),
         "wrong": len(wrong),
-        "wrong_percent": 100 * float(plain[wrong].sum()),
         "wrong_percent_hot": 100 * float(hot[wrong].sum()),
         "five_percent_hot": 100 * float(hot[:5].sum()),
         "left": int((kept(logits, top_p=0.9) > 0).sum()),

@@ -41,6 +41,13 @@ def test_one_of_everything_takes_eight_bytes():
     that("KVCache(1, 1, 1, 1, 1).nbytes", call(KVCache, 1, 1, 1, 1, 1).value.nbytes).gives(8)
 
 
+def test_its_sizes_can_be_read():
+    """The sizes, dtype and device are public attributes: phase 5 asks each cache of a batch for them."""
+    cache = call(KVCache, **SIZES, dtype=torch.float16).value
+    for name, size in {**SIZES, "dtype": torch.float16, "device": torch.device("cpu")}.items():
+        that(f"cache.{name}", getattr(cache, name, "no such attribute")).gives(size)
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta", torch.device("cpu")], ids=str)
 def test_a_device_is_given_by_name_or_object(device):
     """`device` may be a name or a torch.device; "meta" counts bytes without allocating any."""

@@ -260,7 +260,7 @@ class Stack:
 def test_the_free_list_decides_which_block_is_next():
     """`free_list` may be replaced: allocate takes blocks from it by popleft, and free adds them by append."""
     pool = BlockPool(4, SIZE)
-    that("free_list, as a list, in a new pool", list(pool.free_list)).gives([0, 1, 2, 3])
+    that("the ids in free_list of a new pool", list(pool.free_list)).gives([0, 1, 2, 3])
     pool.free_list = Stack([3, 1, 0, 2])
     call(pool.allocate, 3).gives([2, 0, 1])
     check_pool(pool, [1, 1, 1, 0], "after allocate(3) with another free list")

@@ -203,6 +203,15 @@ def test_temperature_zero_takes_the_likeliest():
     call(TokenSampler(SamplingParams(top_k=2, top_p=0.5)).draw, torch.tensor([0.0, 4.0, 4.0])).gives(1)
 
 
+def test_a_request_goes_on_drawing():
+    """A request with a seed draws 20 times from 30 equal tokens: its generator goes on, so the draws differ."""
+    sampler = TokenSampler(SamplingParams(temperature=1.0, seed=3))
+    draws = [call(sampler.draw, torch.zeros(30)).value for _ in range(20)]
+    that("whether 20 draws of one sampler, from 30 equal tokens, give one token only", len(set(draws)) == 1).gives(
+        False
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "drawn"),
     [

@@ -411,6 +411,18 @@ def test_token_0_is_a_token(model):
     that("tokens, texts and reasons", told).gives([(0, "@", None), (0, "@", "length")])
 
 
+def test_the_memory_forgets_a_finished_request(model):
+    """One of two requests finishes in step 1: memory.forget is called with its id, and later with the other's."""
+    llm, prompts = LLM(model), prompts_of(3, 5)
+    forget, forgotten = llm.memory.forget, []
+    llm.memory.forget = lambda request_id: (forgotten.append(request_id), forget(request_id))
+    for prompt, num_tokens in zip(prompts, (2, 4), strict=True):
+        llm.add_request(prompt, greedy(num_tokens))
+    for step, expected in enumerate([[], [0], [0], [0, 1]]):
+        call(llm.step)
+        that(f"what memory.forget was called with, up to step {step}", forgotten).gives(expected)
+
+
 def test_a_stop_token_ends_a_request(model):
     """The token is in the last chunk, the reason is "stop", and the request is in no later batch."""
     watched, (prompt,) = Watched(model), prompts_of(4)

@@ -38,7 +38,7 @@ from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, Schedule
 from minicache.scheduler.drive import Tally, drive
 from minicache.scheduler.fair import PriorityScheduler
 from minicache.scheduler.output import SchedulerOutput
-from minicache.simulator.workload import ALPACA, SHAREGPT, generate
+from minicache.simulator.workload import SHAREGPT, generate
 from minicache_course.incidents.broken import ReversedScheduler, StarvingScheduler, ThrashScheduler
 from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
 from minicache_course.incidents.table import INCIDENTS, measure
@@ -235,17 +235,17 @@ def eighty_requests() -> Table:
         used = phase_05.utilisation(steps, phase_05.BURST_SLOTS)
         means = [f"{fmean(first):.1f}", f"{fmean(last):.1f}"]
         columns.append([len(steps), f"{100 * used:.0f}", *means, max(last), max(step.num_waiting for step in steps)])
-    return "phase-05-continuous-batching/theory/02", "| | static | continuous", list(zip(*columns, strict=True))
+    return "phase-05-continuous-batching/further/01", "| | static | continuous", list(zip(*columns, strict=True))
 
 
 @table
 def static_batches() -> Table:
     rows = []
-    drawn = [[each.num_output_tokens for each in generate(load, 20_480, 0)] for load in (SHAREGPT, ALPACA)]
-    for slots in (1, 2, 4, 8, 16, 32, 64, 128):
-        longest = [sum(max(each[at : at + slots]) for at in range(0, len(each), slots)) for each in drawn]
-        rows.append([f"{100 * sum(each) / (slots * steps):.0f}" for each, steps in zip(drawn, longest, strict=True)])
-    return "phase-05-continuous-batching/theory/01", "| slots | ShareGPT", rows
+    drawn = [each.num_output_tokens for each in generate(SHAREGPT, 20_480, 0)]
+    for slots in (2, 8, 32, 128):
+        longest = sum(max(drawn[at : at + slots]) for at in range(0, len(drawn), slots))
+        rows.append([f"{100 * sum(drawn) / (slots * longest):.0f}"])
+    return "phase-05-continuous-batching/theory/01", "| slots |", rows
 
 
 # --- phase 6 ---

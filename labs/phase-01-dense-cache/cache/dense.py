@@ -40,6 +40,11 @@ class KVCache:
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
 
+    Attributes:
+        num_layers, batch_size, num_kv_heads, max_seq_len, head_dim: as given. An engine reads them (phase 5).
+        dtype: as given.
+        device: the `torch.device` of what is stored.
+
     Raises:
         TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.

@@ -105,11 +105,14 @@ class PagedKVCache(KVCache):
         head_dim: size of one head (d), ≥ 1.
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
-        block_size: tokens of a block, ≥ 1, if the cache makes its storage. A given storage has its pool's.
+        block_size: tokens of a block, ≥ 1, if the cache makes its storage. A given storage has its pool's, and this is
+            not used.
         storage: blocks to share with other caches. None: the cache makes one, with a new pool of just enough blocks
             for `max_seq_len` tokens of every sequence.
 
     Attributes:
+        num_layers, batch_size, num_kv_heads, max_seq_len, head_dim, dtype: as given.
+        device: a `torch.device`, where the storage is.
         storage: where keys and values are.
         block_tables: a `BlockTable` for each sequence, to be read.
 
@@ -261,7 +264,8 @@ class PagedKVCache(KVCache):
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens of every sequence, and free the blocks that are then empty.
 
-        Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it.
+        Ends an incomplete forward pass, as `reset` does: `cache.truncate(cache.num_tokens)` undoes it. A call that
+        raises leaves the pass under way.
 
         Args:
             num_tokens: how many to keep, 0 … the cache's num_tokens.
@@ -279,7 +283,8 @@ class PagedKVCache(KVCache):
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
         `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one.
+        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one,
+        and the fork reserves nothing.
 
         Returns:
             A new cache over the same storage.
@@ -300,7 +305,8 @@ class RaggedStep:
     new tokens, a sequence in decode has one, and both may be in one step (Yu et al. 2022, §3).
 
     All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
-    once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated.
+    once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated. Its tensors are
+    on the storage's device.
 
     Args:
         storage: where keys and values are.

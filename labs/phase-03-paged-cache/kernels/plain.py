@@ -5,9 +5,7 @@
 Phase 3 builds it. The functions are those of `minicache.kernels`, which checks shapes, dtypes and devices before it
 calls these. The only option is the scale; `every_option` has the others.
 
-A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size. On a
-CPU it is fastest to gather one sequence's keys and values, attend while they are in the processor's cache, and continue
-with the next sequence. A batch padded to its longest sequence would read far more.
+A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size.
 """
 
 from __future__ import annotations

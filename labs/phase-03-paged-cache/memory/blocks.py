@@ -1,5 +1,14 @@
 # Phase 3, paged-cache: your file. It stands in for minicache.memory.blocks.
 # Write what raises NotImplementedError. `minicache grade 3` grades it, `minicache hint 3.K` helps with task K.
+#
+# Predict, before you write task 3.4. `minicache grade` checks it, without points.
+# A pool of 8 blocks of 4. A table appends 10 tokens. Its fork is truncated to 8 tokens, and then appends 3. How many
+# blocks are free?
+# 3.4a =
+# Now the first table is released. How many blocks are free?
+# 3.4b =
+# Now the fork is released too, and a new table appends 17 tokens. Which block is its fifth?
+# 3.4c =
 """Blocks and who references them: a pool of equal blocks, and one block table per sequence.
 
 Phase 3 builds it. A cache's memory is divided into blocks of `block_size` tokens. `BlockPool` allocates them and counts
@@ -73,9 +82,9 @@ class BlockPool:
     Attributes:
         num_blocks: as given.
         block_size: as given.
-        free_list: the ids of the free blocks, a deque whose left end is next. `allocate` takes blocks from it by
-            `popleft`, and `free` adds them by `append`, one by one, so a subclass that sets another `FreeList` here
-            decides which block is next.
+        free_list: the ids of the free blocks, the next one first: a `FreeList`. `allocate` takes blocks from it by
+            `popleft`, `free` adds them by `append`, one by one, and otherwise the pool only counts and iterates it. So
+            a subclass that sets another `FreeList` here decides which block is next.
         ref_counts: a list of the references to each block; 0 if it is free.
 
     Raises:

@@ -167,7 +167,8 @@ def keep_top_p(logits: Tensor, top_p: float) -> Tensor:
 class TokenSampler:
     """Picks the tokens of one request, with a separate random generator on the CPU.
 
-    So the n-th draw of a request with a seed is always the same, in any batch and on any device.
+    So the n-th draw of a request with a seed is always the same, in any batch and on any device. Drawing leaves
+    torch's global generator alone.
 
     Args:
         params: of the request.

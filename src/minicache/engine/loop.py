@@ -57,12 +57,12 @@ class EngineLoop:
     def step(self) -> list[Chunk]:
         """Run one step: schedule, move blocks, run the model, pick tokens, commit them, emit chunks.
 
-        If nothing is scheduled, the model is not run. A request whose logits give no token (None) is finished as
-        FINISHED_ERROR before the tokens of the others are committed (`update_from_output`). Then chunks are emitted:
-        first for the requests that `schedule()` has finished without a token (`output.finished`, capacity), then for
-        those of the step, in batch order.
+        If nothing is scheduled, the model is not run; blocks are moved and the step is committed: it may have swapped a
+        request out. A request whose logits give no token (None) is finished as FINISHED_ERROR before the tokens of the
+        others are committed (`update_from_output`). Then chunks are emitted: first for the requests that `schedule()`
+        has finished without a token (`output.finished`, ids: capacity), then for those of the step, in batch order.
 
-        If anything raises before the commit, `recover` is called, and the error is raised again.
+        If anything raises before the commit, Ctrl-C included, `recover` is called, and the error is raised again.
 
         Returns:
             As `collect`: the chunks of requests of `LLM.add_request`, of this step and of earlier ones that failed.
@@ -110,7 +110,8 @@ class EngineLoop:
         """One forward pass over all tokens that a step has to compute.
 
         They form one row, request after request in batch order, each request's from the first uncomputed one on.
-        `memory.make_step(output)` is the cache that keeps the requests apart, and `logits_at` runs the model.
+        `memory.make_step(output)` is the cache that keeps the requests apart, and `logits_at` runs the model, without
+        gradients.
 
         Args:
             output: of `schedule()`, with at least one request.
@@ -168,8 +169,9 @@ class EngineLoop:
 
         The token goes through the answer's `TextStream`, if it has one. If that finds a stop string, the request is
         finished as FINISHED_STOPPED. Otherwise, if the request is finished, the text that was held back is added. If
-        the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`fail`). A finished answer is
-        dropped from `answers`, and the memory forgets its request.
+        the tokenizer raises, the error is logged and the request is FINISHED_ERROR (`fail`). The chunk goes into
+        `answer.chunks` and is counted in `answer.num_chunks`. A finished answer is dropped from `answers`, and the
+        memory forgets its request.
 
         Args:
             request_id: of `answers`; the scheduler has recorded the token.

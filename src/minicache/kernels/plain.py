@@ -3,9 +3,7 @@
 Phase 3 builds it. The functions are those of `minicache.kernels`, which checks shapes, dtypes and devices before it
 calls these. The only option is the scale; `every_option` has the others.
 
-A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size. On a
-CPU it is fastest to gather one sequence's keys and values, attend while they are in the processor's cache, and continue
-with the next sequence. A batch padded to its longest sequence would read far more.
+A cache is `[num_blocks, block_size, H_kv, d]`, and slot s is at offset s % block_size of block s // block_size.
 """
 
 from __future__ import annotations
@@ -100,6 +98,7 @@ def paged_decode_attention(
     Raises:
         IndexError: a block in use is not in the cache.
     """
+    # One sequence at a time: its copy is read while it is in the processor's cache. Padding would copy far more.
     num_kv_heads, head_dim = k_cache.shape[2:]
     # One token sees everything, so its group's query heads can be one head's query rows: each key is read once.
     groups = q.reshape(len(q), 1, num_kv_heads, -1, head_dim).unbind()

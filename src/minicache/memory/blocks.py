@@ -71,9 +71,9 @@ class BlockPool:
     Attributes:
         num_blocks: as given.
         block_size: as given.
-        free_list: the ids of the free blocks, a deque whose left end is next. `allocate` takes blocks from it by
-            `popleft`, and `free` adds them by `append`, one by one, so a subclass that sets another `FreeList` here
-            decides which block is next.
+        free_list: the ids of the free blocks, the next one first: a `FreeList`. `allocate` takes blocks from it by
+            `popleft`, `free` adds them by `append`, one by one, and otherwise the pool only counts and iterates it. So
+            a subclass that sets another `FreeList` here decides which block is next.
         ref_counts: a list of the references to each block; 0 if it is free.
 
     Raises:
@@ -86,7 +86,7 @@ class BlockPool:
         require_count("block_size", block_size)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.free_list: FreeList = deque(range(num_blocks))
+        self.free_list: FreeList = deque(range(num_blocks))  # its two ends cost the same, whatever its length
         self.ref_counts = [0] * num_blocks
 
     @property

@@ -37,6 +37,9 @@ class Scheduler(ABC):
     A step is `schedule()`, the model, `update_from_output()`. If the step fails before its tokens are recorded, call
     `recover()`.
 
+    Stages override methods and rely on these calls: `add_request` calls `register`, `admit` calls `schedule_tokens`,
+    `abort_request` calls `finish_request`, and the blocks of every finished request are freed through `release`.
+
     Args:
         num_blocks: blocks of the cache, ≥ 1.
         block_size: tokens of a block, ≥ 1.
@@ -158,7 +161,8 @@ class Scheduler(ABC):
         must not exceed the whole pool, used or free.
 
         Raises:
-            RequestTooLargeError: the message names the limit, and what to change.
+            RequestTooLargeError: the message names the limit (max_model_len, max_num_batched_tokens or blocks), and
+                what to change.
         """
         name, num_prompt = f"request {request.request_id!r}", request.num_prompt_tokens
         if self.max_model_len is not None and num_prompt >= self.max_model_len:
@@ -221,7 +225,7 @@ class Scheduler(ABC):
         Raises:
             ValueError: `output` is not the last one, or was committed before; a token is missing, is negative, or is
                 for a request that the step did not have. Nothing has changed: correct the tokens and call again.
-            TypeError: a token is not an int. Nothing has changed.
+            TypeError: a token is not an int (a bool or a tensor is none). Nothing has changed.
         """
         self._check_tokens(output, token_ids)
         self.outstanding = None
@@ -254,9 +258,9 @@ class Scheduler(ABC):
     def recover(self) -> None:
         """Discard what is computed: a step failed, and its copies and KV entries may or may not have been written.
 
-        Every request of the batch goes back to the waiting queue, counted as preempted. Then every request of the queue
-        starts over (`restart`), swapped-out ones too. Tokens already generated stay. No step is outstanding any more.
-        Steps fail rarely, so recovery need not be fast; it must be right.
+        Every request of the batch goes back to the waiting queue, counted as preempted (`num_preemptions`). Then every
+        request of the queue starts over (`restart`), swapped-out ones too. Tokens already generated stay. No step is
+        outstanding any more. Steps fail rarely, so recovery need not be fast; it must be right.
         """
         self.outstanding = None
         for request in self.running:
@@ -277,9 +281,10 @@ class Scheduler(ABC):
     def finish_request(self, request_id: RequestId, status: RequestStatus) -> bool:
         """Finish a request from outside, waiting, running or swapped out: a stop string was found, or its client left.
 
-        It leaves the queue or the batch, in which the others keep their order; its blocks are freed (`release`), and it
-        keeps its tokens. May be called at any time. Between `schedule()` and the model, the step must still be computed
-        as scheduled: another request may share a block that this one fills.
+        It leaves the queue or the batch, in which the others keep their order; then it gets its status; then its blocks
+        are freed (`release`, which may read the status); then its id is free. It keeps its tokens. A commit finishes
+        requests in the same order. May be called at any time. Between `schedule()` and the model, the step must still
+        be computed as scheduled: another request may share a block that this one fills.
 
         Args:
             request_id: the request's id.

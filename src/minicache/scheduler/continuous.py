@@ -18,5 +18,5 @@ class ContinuousBatchScheduler(StaticBatchScheduler):
     """
 
     def may_admit(self, output: SchedulerOutput) -> bool:
-        """Whether waiting requests may join the batch in this step: always. `schedule_waiting` checks what fits."""
+        """Whether waiting requests may join the batch in this step. `schedule_waiting` checks what fits."""
         return True

@@ -9,7 +9,10 @@
     {$ gpus() $}                                      what `make gpu` has found, a table for each GPU
     {$ machine("decode_cost") $}                      where and with what command it was measured
     {$ tasks(0) $}  {$ phases() $}                    tables from labs/course.toml
-    {$ hours() $}  {$ num_hours(0, 1, "3.1") $}       estimated hours: a table; of phases, and of single tasks
+    {$ num_hours(0, 1, "3.1") $}                      hours of phases, and of writing single tasks
+    {$ route(1, "3.4") $}                             a route: the pages of a phase, or up to a task's, and the hours
+    {$ here() $}                                      "You are here", for who has passed tasks in the browser
+    {$ first_picture("…") $}                          what moves in the home page's first minute; the text is its alt
     {$ commands() $}                                  every `minicache` command, from its own help
     {$ roles() $}                                     the rows of the colour code's legend
     {$ play("the burst", "workload=burst&a=continuous&b=paged") $}   a link to the playground, as its address bar has it
@@ -29,7 +32,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from html import escape
@@ -51,7 +54,7 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from scripts.browser import course  # noqa: E402
+from scripts.browser import course, first  # noqa: E402
 from scripts.browser.playground.schedulers import SCHEDULERS  # noqa: E402
 from scripts.browser.playground.workloads import WORKLOADS, Settings  # noqa: E402
 from scripts.numbers import COMPUTED  # noqa: E402
@@ -147,8 +150,13 @@ def define_env(env: Any) -> None:
     def phases() -> str:
         return phase_table(relative("."), say=say)
 
-    def hours() -> str:
-        return hours_table(relative("."), say=say)
+    def route(*stops: int | str) -> str:
+        titles = env.conf["extra"].get("nav", {})
+        return route_table(stops, env.conf["nav"], titles, relative("."), say=say)
+
+    def here() -> str:
+        url = ("es/" if env.conf["theme"]["language"] == "es" else "") + env.page.url
+        return here_line(get_relative_url("assets/browser/here.js", url), say=say)
 
     def pure_tasks() -> str:
         return pure_task_table(relative("."), say=say)
@@ -163,9 +171,10 @@ def define_env(env: Any) -> None:
         return playground_link(text, link, here=env.page.url)
 
     results = (result, result_table, gpus, machine)
-    pages = (tasks, predictions, phases, hours, num_hours, pure_tasks, commands, roles, play)
+    pages = (tasks, predictions, phases, route, num_hours, here, pure_tasks, commands, roles, play)
     for function in (source, figure, *results, *pages):
         env.macro(function)
+    env.macro(first.picture, "first_picture")
 
 
 # --- code -----------------------------------------------------------------------------------------------------------
@@ -413,15 +422,55 @@ MINUTES_A_LINE = 1
 """For each line of the reference that a learner has to write: the bodies of the task's functions."""
 
 
-def hours_table(root: str, *, say: Say = str) -> str:
-    """The estimated hours of each phase, reading and writing, in half hours, and their sums."""
-    rows, whole = [], [0.0, 0.0]
-    for phase in load_course(COURSE):
-        reading, writing = _hours(phase)
-        whole = [whole[0] + reading, whole[1] + writing]
-        rows.append(f"| {phase.number} | {_phase_title(phase, root, say)} | {_three(reading, writing)} |")
-    head = [_row(["phase", "", "reading", "writing", "hours"], say), "|--:|---|--:|--:|--:|"]
-    return "\n".join([*head, *rows, f"| | **{say('in all')}** | {_three(*whole)} |"])
+TRIALS = {4: 14, 5: 6, 10: 6}
+"""Phase → the hours that it took people who learned it from these pages; the others are estimated by the rule above."""
+
+
+def route_table(
+    stops: Sequence[int | str], nav: object, titles: Mapping[str, str], root: str, *, say: Say = str
+) -> str:
+    """A route through the course as a table: a row for each stop, with its pages in the order of the nav, and hours.
+
+    Args:
+        stops: phases by number, or a task ("3.4") for its phase as far as the page that asks for it; none: all.
+        nav: of mkdocs.yml.
+        titles: words of the nav, English to the page's language.
+        root: the way to the docs folder.
+        say: what it prints, in the page's language.
+    """
+    rows, whole = [], 0.0
+    for stop in stops or [phase.number for phase in load_course(COURSE)]:
+        number, _, last = str(stop).partition(".")
+        phase = load_course(COURSE).phase(number)
+        pages, tasks = nav_pages(nav, phase.folder), phase.tasks
+        if last:
+            end = phase.task(int(last)).page.removeprefix("docs/en/")
+            pages = pages[: [page for page, _ in pages].index(end) + 1]
+            tasks = tasks[: int(last)]
+        hours = phase_hours(phase)
+        if last:
+            hours = _half(_reading(page for page, _ in pages) + sum(map(writing_hours, tasks)))
+        whole += hours
+        links = ", ".join(f"[{titles.get(title, title)}]({root}/{page})" for page, title in pages)
+        tried = "*" if not last and phase.number in TRIALS else ""
+        rows.append(f"| {phase.number} | {_phase_title(phase, root, say)}: {links} | {hours:g}{tried} |")
+    head = [_row(["phase", "pages", "hours"], say), "|--:|---|--:|"]
+    return "\n".join([*head, *rows, f"| | **{say('in all')}** | **{whole:g}** |"])
+
+
+def nav_pages(nav: object, folder: str) -> list[tuple[str, str]]:
+    """(page, title) of what the nav has of a phase, in its order, without the phase's first page."""
+    if isinstance(nav, list):
+        return [found for item in nav for found in nav_pages(item, folder)]
+    if not isinstance(nav, dict):
+        return []
+    found = []
+    for title, inside in nav.items():
+        if isinstance(inside, list):
+            found += nav_pages(inside, folder)
+        elif inside.startswith(f"{folder}/"):
+            found.append((inside, title))
+    return found
 
 
 def num_hours(*which: int | str) -> str:
@@ -430,22 +479,25 @@ def num_hours(*which: int | str) -> str:
     hours = writing = 0.0
     for name in which or tuple(phase.number for phase in course):
         if isinstance(name, int):
-            hours += sum(_hours(course.phase(name)))
+            hours += phase_hours(course.phase(name))
         else:
             number, _, task = name.partition(".")
             writing += writing_hours(course.phase(int(number)).task(int(task)))
     return f"{hours + _half(writing):g}"
 
 
-def reading_hours(phase: Phase) -> float:
-    """The words of a phase's pages outside code blocks and further/, at WORDS_A_MINUTE."""
+def phase_hours(phase: Phase) -> float:
+    """The hours of a phase: those of trials; or reading its spine and writing its tasks, in half hours."""
     pages = (ROOT / "docs" / "en" / phase.folder).rglob("*.md")
-    words = sum(
-        len(re.sub(r"^( *)```.*?^\1```", "", page.read_text("utf-8"), flags=re.M | re.S).split())
-        for page in pages
-        if page.parent.name != "further"
-    )
-    return words / WORDS_A_MINUTE / 60
+    spine = [page.relative_to(ROOT / "docs" / "en").as_posix() for page in pages if page.parent.name != "further"]
+    return TRIALS.get(phase.number) or _half(_reading(spine) + sum(map(writing_hours, phase.tasks)))
+
+
+def _reading(pages: Iterable[str]) -> float:
+    """Hours for the words of pages of docs/en outside code blocks, at WORDS_A_MINUTE."""
+    files = [file for page in pages if (file := ROOT / "docs" / "en" / page).is_file()]  # a notebook's page is rendered
+    texts = (re.sub(r"^( *)```.*?^\1```", "", file.read_text("utf-8"), flags=re.M | re.S) for file in files)
+    return sum(len(text.split()) for text in texts) / WORDS_A_MINUTE / 60
 
 
 def writing_hours(task: Task) -> float:
@@ -465,18 +517,8 @@ def _lines_to_write(task: Task) -> int:
     return count
 
 
-def _hours(phase: Phase) -> tuple[float, float]:
-    """Reading and writing, each in half hours."""
-    return _half(reading_hours(phase)), _half(sum(map(writing_hours, phase.tasks)))
-
-
 def _half(hours: float) -> float:
     return round(2 * hours) / 2
-
-
-def _three(reading: float, writing: float) -> str:
-    """Three cells: reading, writing, and their sum."""
-    return " | ".join(f"{hours:.1f}" for hours in (reading, writing, reading + writing))
 
 
 def _phase_title(phase: Phase, root: str, say: Say) -> str:
@@ -484,6 +526,13 @@ def _phase_title(phase: Phase, root: str, say: Say) -> str:
     written = (ROOT / "docs" / "en" / page).is_file()
     title = say(phase.title)
     return f"[{title}]({root}/{page})" if written else f"{title} *({say('planned')})*"
+
+
+def here_line(script: str, *, say: Say = str) -> str:
+    """Where who learns in the browser is, and what is next: hidden, until the script has found out."""
+    words = (say("You are here: {}").format("<a></a>."), say("Next: {}").format("<a></a>."))
+    parts = " ".join(f"<span>{part}</span>" for part in words)
+    return f'<p id="here" hidden>{parts}</p><script type="module" src="{script}"></script>'
 
 
 # --- generated tables -----------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ for policy, samples in runs.items():
     print(f"{policy:8}{percents}{sum(running) / len(running):10.1f}")
 
 # %% [markdown]
-# The paper's numbers for *used* are 20.4, 26.8, 38.2 and 96.3. [The theory](theory/04-reservation-policies.md) explains
+# The paper's numbers for *used* are 20.4, 26.8, 38.2 and 96.3. [The theory](further/03-a-whole-server.md) explains
 # where ours differ and why; above all, ten minutes at 2 requests a second do not fill a paged memory.
 #
 # **Question 4.** `max` serves at most 7 requests at once. Why 7? And how many slots can it never use, for any workload?

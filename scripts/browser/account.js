@@ -13,6 +13,14 @@ export function make(tag, attributes = {}, ...children) {
   return element;
 }
 
+/** Load a style sheet, once. */
+export function style(href) {
+  if (document.querySelector(`link[href="${href}"]`)) return null;
+  return new Promise((resolve, reject) => {
+    document.head.append(make("link", { rel: "stylesheet", href, onload: resolve, onerror: reject }));
+  });
+}
+
 /** The account as elements. `goTo(path, line)` is called when a place in a file is clicked. */
 export function show(account, goTo) {
   const heads = [say("task"), "", say("tests"), say("points"), ""].map((text) => make(text ? "th" : "td", {}, text));
@@ -29,16 +37,19 @@ export function show(account, goTo) {
   );
   return [
     make("table", {}, make("thead", {}, make("tr", {}, ...heads)), make("tbody", {}, ...rows)),
-    ...account.problems.map((problem) =>
-      make(
-        "section",
-        { class: "mc-problem", "data-outcome": problem.outcome },
-        make("h3", {}, problem.title),
-        ...problem.lines.map((line) => shownLine(line, goTo)),
-      ),
-    ),
+    ...account.problems.map((problem) => shownProblem(problem, goTo)),
     ...account.end.map((line) => shownLine(line, goTo)),
   ];
+}
+
+/** One of the account's problems. */
+export function shownProblem(problem, goTo) {
+  return make(
+    "section",
+    { class: "mc-problem", "data-outcome": problem.outcome },
+    make("h3", {}, problem.title),
+    ...problem.lines.map((line) => shownLine(line, goTo)),
+  );
 }
 
 /** The place in one of the learner's files that a problem names first, as {path, line, message}; or null. */

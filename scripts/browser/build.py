@@ -21,7 +21,7 @@ from pathlib import Path
 from babel.messages import pofile
 
 from minicache_course.language import languages
-from scripts.browser import course
+from scripts.browser import course, first
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -33,6 +33,7 @@ PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.
 
 MODULES = (
     *("worker.js", "python.js", "grader.js", "store.js", "account.js", "lab.js", "arena.js", "say.js"),
+    *("first.js", "here.js"),
     "browser.css",
 )
 """What is served as it is."""
@@ -59,6 +60,10 @@ def build(target: Path) -> None:
     bundle(HERE / "editor.js", target / "editor.js")
     (target / "spanish.json").write_text(json.dumps(spanish(), ensure_ascii=False), encoding="utf-8")
     (target / "arena.json").write_text(json.dumps(course.policies()), encoding="utf-8")
+    (target / "first.json").write_text(json.dumps(first.line_to_write()), encoding="utf-8")
+    for language in languages():
+        route = json.dumps(course.route(language), ensure_ascii=False)
+        (target / f"route.{language}.json").write_text(route, encoding="utf-8")
     (target / "minicache.zip").write_bytes(archive(course.package_files(course.PURE)))
     (target / "grading.zip").write_bytes(archive(course.grading_files()))
     (target / "packages.zip").write_bytes(archive(_wheel_files(wheels())))

@@ -161,5 +161,15 @@ def sheet(phase: Phase, tasks: list[Task], language: str) -> bytes:
     return json.dumps(told, ensure_ascii=False).encode()
 
 
+def route(language: str) -> list[dict[str, str]]:
+    """The tasks of the whole course in their order: id, title in a language, page from the root of its site."""
+    say = gettext.translation("course", LOCALE, [language], fallback=True).gettext
+    return [
+        {"id": task.id, "title": say(task.title), "page": task.page.removeprefix("docs/en/").removesuffix(".md") + "/"}
+        for phase in load_course(ROOT / TABLE)
+        for task in phase.tasks
+    ]
+
+
 def _as_it_is(file: Path) -> Files:
     yield file.relative_to(ROOT).as_posix(), file.read_bytes()

@@ -2,7 +2,7 @@
 //
 // `open` is called by the button that docs/hooks.py puts on every handout page whose tasks need nothing but Python.
 
-import { firstPlace, make, show } from "./account.js";
+import { firstPlace, make, show, style } from "./account.js";
 import { createEditor } from "./editor.js";
 import { Grader } from "./grader.js";
 import { Stopped } from "./python.js";
@@ -25,13 +25,6 @@ export async function open(opener) {
   lab = new Lab(await answer.json(), tasks.split(" "), () => {
     lab = null;
     opener.querySelector("button").focus();
-  });
-}
-
-function style(href) {
-  if (document.querySelector(`link[href="${href}"]`)) return null;
-  return new Promise((resolve, reject) => {
-    document.head.append(make("link", { rel: "stylesheet", href, onload: resolve, onerror: reject }));
   });
 }
 
@@ -233,7 +226,7 @@ class Lab {
       results.replaceChildren(...show(account, (path, line) => this.#goTo(path, line)));
       results.scrollTop = 0;
       this.#markFirst(account.problems);
-      store.write(`passed/${task.id}`, passed.includes(task.id) ? "1" : null);
+      store.write(`passed/${task.id}`, passed.includes(task.id) ? new Date().toISOString() : null);
       const places = { id: task.id, outcome: account.rows[0].told };
       this.#setStatus(passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}: {outcome}.", places));
     } catch (error) {

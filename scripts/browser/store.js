@@ -1,4 +1,4 @@
-// What is kept in the reader's browser, as text: files, tasks passed, hints shown.
+// What is kept in the reader's browser, as text: files, when tasks passed, hints shown.
 
 const PREFIX = "minicache/";
 const memory = new Map(); // where the browser keeps nothing, for as long as the page is open

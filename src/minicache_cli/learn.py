@@ -30,6 +30,7 @@ from minicache_course.language import translated
 from minicache_course.progress import Progress as Saved
 from minicache_course.record import TIMEOUT
 from minicache_course.results import PhaseResult
+from minicache_course.route import place
 from minicache_course.table import Phase, Task
 from minicache_course.workspace import Workspace, find_workspace, is_elsewhere
 
@@ -74,6 +75,7 @@ def status(
             table.add_row(task.id, translated(task.title), str(task.file), points, state)
     console.print(table)
     console.print(_("Your files: {folder}").format(folder=show(workspace.labs)), soft_wrap=True)
+    _print_place(workspace, saved)
 
 
 @app.command()
@@ -232,6 +234,17 @@ def doctor() -> None:
         healthy &= finding.ok or not finding.required
     if not healthy:
         raise typer.Exit(1)
+
+
+def _print_place(workspace: Workspace, saved: Saved) -> None:
+    """Where the learner is on the way through the course, and the page of what comes next."""
+    here, following = place(workspace.course, saved.passed_at())
+    if here:
+        at = f"{here.id} {translated(here.title)}"
+        console.print(_("You are here: {task}").format(task=at), soft_wrap=True, highlight=False)
+    if following:
+        to = f"[bold]{following.id} {translated(following.title)}[/]   {translated(following.page)}"
+        console.print(_("Next: {task}").format(task=to), soft_wrap=True, highlight=False)
 
 
 def _export(workspace: Workspace, saved: Saved, file: Path, key: Path | None) -> None:

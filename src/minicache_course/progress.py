@@ -107,6 +107,10 @@ class Progress:
         """Whether the task passed when it was graded last, whatever happened to the file since."""
         return task.id in self.tasks and self.tasks[task.id].outcome is Outcome.PASSED
 
+    def passed_at(self) -> dict[str, str]:
+        """Id of each task that passed when it was graded last → when that was, ISO 8601."""
+        return {name: record.graded_at for name, record in self.tasks.items() if record.outcome is Outcome.PASSED}
+
     def earned(self, task: Task) -> int:
         """The points that the task earned when it was graded last."""
         return self.tasks[task.id].earned if task.id in self.tasks else 0

@@ -67,6 +67,7 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
     assert "65 of 100 points" in output  # of two tests of task 2, one
     assert "got 8" in output
     assert "65/100" in run("status")
+    assert "You are here: 0.1 Colours Next: 0.2 Bytes docs/en/toys.md" in run("status")
     toys.write()
     assert "edited since" in run("status")
     output = run("grade", "00")
@@ -74,6 +75,7 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
     assert "jupyter lab notebooks/phase-00-toys.ipynb" in output
     assert "This was the last phase" in output
     assert "100/100" in run("status")
+    assert "Next:" not in run("status")
 
 
 def test_one_task_is_graded_and_the_others_are_remembered(toys: Toys) -> None:

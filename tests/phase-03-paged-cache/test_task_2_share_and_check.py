@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -221,6 +223,29 @@ def test_check_finds_inconsistencies(wrong, what):
     pool = pool_in_use(Spoilt)
     call(pool.check).gives(None)
     pool.wrong = wrong
+    check_refuses(pool, what)
+
+
+LISTS = {
+    "block 3 is in the free list twice": [5, 6, 7, 3, 3],
+    "block 3, which is free, is not in the free list": [5, 6, 7],
+    "block 1, which is used, is in the free list in place of 3": [5, 6, 7, 1],
+    "99 is in the free list and is no block": [5, 6, 7, 3, 99],
+}
+
+
+@pytest.mark.parametrize(("block_ids", "what"), [pytest.param(ids, what, id=what) for what, ids in LISTS.items()])
+def test_check_reads_the_free_list(block_ids, what):
+    """Blocks 3, 5, 6 and 7 are free. `free_list` is set to a list that is not these four: InvariantError."""
+    pool = pool_in_use()
+    pool.free_list = deque([5, 6, 7, 3])
+    call(pool.check).gives(None)
+    pool.free_list = deque(block_ids)
+    check_refuses(pool, what)
+
+
+def check_refuses(pool, what):
+    """Fail unless `pool.check()` raises InvariantError."""
     outcome = call(pool.check)
     if not isinstance(outcome.error, InvariantError):
         got = told(outcome.error) if outcome.error else "no error"

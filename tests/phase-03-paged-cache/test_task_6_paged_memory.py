@@ -97,16 +97,6 @@ def test_it_is_a_kv_cache():
     that("tables of a batch of 1", len(cache.block_tables)).gives(1)
 
 
-def test_the_sizes_are_attributes():
-    """Engines read a cache's sizes, dtype and device: they are public attributes, with its own storage or another's."""
-    sizes = {"num_layers": LAYERS, "batch_size": 3, "num_kv_heads": HEADS, "max_seq_len": 7, "head_dim": HEAD_DIM}
-    _, storage = shared(8)
-    for of_others in (None, storage):
-        cache = call(PagedKVCache, **sizes, block_size=4, storage=of_others).value
-        got = {name: getattr(cache, name, "no such attribute") for name in (*sizes, "dtype", "device")}
-        that("the sizes of the cache", got).gives(sizes | {"dtype": torch.float32, "device": torch.device("cpu")})
-
-
 def test_a_block_is_taken_when_the_last_one_is_full():
     """Blocks of 4, two sequences: tokens 1, 5 and 9 of each allocate a block, and no other token does."""
     cache = PagedKVCache(LAYERS, 2, HEADS, 16, HEAD_DIM, block_size=4)

@@ -62,7 +62,7 @@ class Site:
     def nav(self) -> dict[str, str]:
         """Markdown file → path of its page, of everything that the nav of mkdocs.yml names."""
         nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
-        return {source: self.built(source) for source in _leaves(nav)}
+        return {source: self.built(source) for source in leaves(nav)}
 
     @staticmethod
     def built(source: str) -> str:
@@ -75,12 +75,13 @@ class Site:
         return [page for path, page in self.pages.items() if path.startswith("es/")]
 
 
-def _leaves(item: object) -> Iterator[str]:
+def leaves(item: object) -> Iterator[str]:
+    """The pages of a part of the nav, in their order."""
     if isinstance(item, str):
         yield item
     elif isinstance(item, dict | list):
         for inner in item.values() if isinstance(item, dict) else item:
-            yield from _leaves(inner)
+            yield from leaves(inner)
 
 
 @pytest.fixture(scope="session")

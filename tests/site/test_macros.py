@@ -203,17 +203,36 @@ def test_hours_follow_the_pages_and_the_reference(
     monkeypatch.setattr(macros, "ROOT", tmp_path)
     monkeypatch.setattr(macros, "COURSE", tmp_path / "labs" / "course.toml")
     phase = load_course(macros.COURSE).phase(0)
-    assert macros.reading_hours(phase) == 3
     assert macros.writing_hours(phase.tasks[0]) == pytest.approx(16 / 60)  # one task, one line
-    assert "| 3.0 | 0.5 | 3.5 |" in macros.hours_table(".")
+    assert macros.phase_hours(phase) == 3.5
     assert macros.num_hours() == macros.num_hours(0) == "3.5"
     assert macros.num_hours("0.1", "0.1", "0.1", "0.1") == "1"
+
+
+def test_a_route_has_the_pages_of_the_nav_in_their_order(macros: ModuleType) -> None:
+    first, second = "phase-03-paged-cache/theory/02-block-tables.md", "phase-03-paged-cache/theory/01-paging.md"
+    lab, later = "phase-03-paged-cache/lab/00-blocks.md", "phase-03-paged-cache/lab/01-the-paged-cache.md"
+    phase = {"3": ["phase-03-paged-cache/index.md", {"B": first}, {"A": second}, {"Lab": lab}, {"Later": later}]}
+    nav = [{"Home": "index.md"}, {"Course": [phase]}]
+    whole = macros.route_table([3], nav, {"A": "Á"}, "..")
+    assert f": [B](../{first}), [Á](../{second}), [Lab](../{lab}), [Later](../{later}) |" in whole
+    part = macros.route_table(["3.4"], nav, {}, "..")
+    assert f"[Lab](../{lab}) |" in part
+    assert float(part.split("**")[-2]) < float(whole.split("**")[-2])
+
+
+def test_hours_of_trials_are_marked(macros: ModuleType) -> None:
+    rows = macros.route_table([4, 6], [], {}, ".").splitlines()
+    assert rows[2].endswith(f"| {macros.TRIALS[4]}* |")
+    assert "*" not in rows[3]
+    assert macros.num_hours(4) == str(macros.TRIALS[4])
 
 
 def test_tables_are_printed_in_spanish_too(macros: ModuleType) -> None:
     say = macros.SAY["es"]
     assert macros.phase_table("..", say=say).startswith("| fase |  | construyes | aprendes |")
-    assert "**en total**" in macros.hours_table("..", say=say)
+    assert "**en total**" in macros.route_table([0], [], {}, "..", say=say)
+    assert "Estás aquí: <a></a>." in macros.here_line("here.js", say=say)
     assert "| todas |" in macros.pure_task_table("..", say=say)
     assert "token del prompt" in macros.role_rows(say=say)
     with pytest.raises(macros.PageError, match=r"site\.po has no Spanish for 'a new title'"):

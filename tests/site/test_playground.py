@@ -116,18 +116,6 @@ def test_nothing_is_loaded_before_the_first_run_and_no_other_host_is_asked(page:
     assert hosts == {urlsplit(page.address).netloc}
 
 
-def test_the_home_page_moves_without_python_and_leads_here(page: Playground) -> None:
-    page.browser.open("about:blank")
-    page.browser.requests.clear()
-    page.browser.open(page.address)
-    seen = "document.querySelector('#moving canvas').toDataURL()"
-    page.browser.wait_for("document.querySelector('#moving canvas').width > 300")
-    before = page.browser.evaluate(seen)
-    page.browser.wait_for(f"{seen} !== {json.dumps(before)}")
-    assert not [url for url in page.browser.requests if "/assets/browser/" in url]
-    assert page.browser.evaluate("document.querySelector('#moving figcaption a[href^=playground]') !== null")
-
-
 def test_a_run_is_what_was_recorded_when_the_site_was_built(page: Playground) -> None:
     page.follow()
     before = page.pictures()
@@ -176,6 +164,17 @@ def test_a_link_has_the_settings_that_are_not_the_workloads_own(page: Playground
     assert page.js("return pg('pane-b').hidden")
     page.js("pg('slots').value = 0; pg('slots').dispatchEvent(new Event('input'))")
     page.wait("location.hash.includes('slots=1&')")
+
+
+def test_a_counterexample_opens_at_its_last_step(page: Playground) -> None:
+    """The link that `minicache verify` prints."""
+    link = "workload=replay&a=paged&b=none&blocks=3&block_size=2&slots=2&budget=6"
+    actions = "do=o:preemption.swap,o:num_host_blocks.3,a00.3.0,a003.2.0,s,c,s"
+    page.follow(f"{link}&{actions}")
+    assert page.number("step") == "1 of 0–1"
+    assert page.text("told-a") == ""
+    assert "preempted: 1" in page.text("summary")
+    assert actions in page.link()
 
 
 def test_keys_step_and_the_step_is_told(page: Playground) -> None:

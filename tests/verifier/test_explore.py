@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 
-from minicache.request import Request, RequestStatus
+from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler import ChunkedPrefillScheduler, FairScheduler, PagedScheduler, SchedulerOutput
 from minicache.scheduler.base import Scheduler
+from minicache.scheduler.queue import PriorityKey, RequestQueue, arrival_key
 from minicache.verifier.cases import cases
 from minicache.verifier.explore import Case, Report, explore
 from minicache.verifier.rules import STAGE_PROPERTIES
@@ -70,6 +71,50 @@ class Raises(PagedScheduler):
         if self.outstanding is not None and self._requests[request_id].status is RequestStatus.WAITING:
             raise KeyError(request_id)
         return super().abort_request(request_id)
+
+
+class PlainQueue(RequestQueue):
+    """A queue of another structure than the reference's, as learners write one."""
+
+    def __init__(self, key: Callable[[Request], PriorityKey]) -> None:
+        self._order = key
+        self._all: dict[RequestId, Request] = {}
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._all
+
+    def __getitem__(self, request_id: RequestId) -> Request:
+        return self._all[request_id]
+
+    def __iter__(self) -> Iterator[RequestId]:
+        return (each.request_id for each in sorted(self._all.values(), key=self._order))
+
+    def add(self, request: Request) -> None:
+        self._all[request.request_id] = request
+
+    def remove(self, request: Request) -> None:
+        del self._all[request.request_id]
+
+    def first(self, group: str | None = None) -> Request | None:
+        return min((r for r in self._all.values() if group in (None, r.group)), key=self._order, default=None)
+
+    def oldest(self) -> Request | None:
+        return min(self._all.values(), key=arrival_key, default=None)
+
+
+class HasAPlainQueue(FairScheduler):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.waiting = PlainQueue(self.priority_key)
+
+
+def test_a_queue_may_have_another_structure() -> None:
+    plain, reference = reports(HasAPlainQueue), reports(FairScheduler)
+    assert all(report.violation is None for report in plain)
+    assert [report.num_states for report in plain] == [report.num_states for report in reference]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,13 @@
 # Phase 2, fragmentation: your file. It stands in for minicache.memory.reservation.
 # Write what raises NotImplementedError. `minicache grade 2` grades it, `minicache hint 2.K` helps with task K.
+#
+# Predict, before you write task 2.2. `minicache grade` checks it, without points.
+# 32 slots: allocate(5), allocate(3), allocate(9), allocate(2). Where does the last run start?
+# 2.2a =
+# How many of the allocated slots were not asked for?
+# 2.2b =
+# Then the run of allocate(3) is freed, and after it that of allocate(2). How long is the longest free run?
+# 2.2c =
 """Contiguous reservation: every request gets one run of slots, long enough for all that it may still generate.
 
 Phase 2 builds it: what padding costs, a buddy allocator, the three policies of Orca as the PagedAttention paper models

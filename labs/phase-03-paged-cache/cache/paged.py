@@ -305,8 +305,8 @@ class RaggedStep:
     new tokens, a sequence in decode has one, and both may be in one step (Yu et al. 2022, §3).
 
     All blocks are allocated when the step is made, or none. A step serves one forward pass: each layer is appended to
-    once, in order. If the pass fails, the tables keep the new tokens' slots until they are truncated. Its tensors are
-    on the storage's device.
+    once, in order, and can be read and attended to from then on. If the pass fails, the tables keep the new tokens'
+    slots until they are truncated. Its tensors are on the storage's device.
 
     Args:
         storage: where keys and values are.
@@ -317,7 +317,8 @@ class RaggedStep:
         slot_mapping: `[N]` int64, the slot of each new token.
         context_lens: `[B]` int64, tokens of each sequence, including the new ones.
         query_start_loc: `[B + 1]` int64: of the N tokens, query_start_loc[i] : query_start_loc[i + 1] are sequence i's.
-        block_tables: `[B, max_blocks]` int64, each sequence's blocks in order, −1 after the last.
+        block_tables: `[B, max_blocks]` int64, as wide as the longest table: each sequence's blocks in order, −1 after
+            the last.
 
     Raises:
         TypeError: a count is not an int.

@@ -1,6 +1,16 @@
 # Phase 7, fairness: your file. It stands in for minicache_course.incidents.case_3_thrash.
 # Write what raises NotImplementedError, and mend what is marked as a bug. `minicache grade 7` grades it, `minicache
 # hint 7.K` helps with task K.
+#
+# Predict, before you write task 7.3. `minicache grade` checks it, without points.
+# The broken scheduler, memory for all. Two requests arrive together, prompts of 30 and 20 tokens, 5 new tokens each.
+# How many prefill tokens does it compute?
+# 7.3a =
+# A third one arrives with them, also with a prompt of 20 tokens and 5 new ones. How many steps does it take until all
+# have finished?
+# 7.3b =
+# Two requests only, both with prompts of 30 tokens and 5 new ones. How many preemptions are there?
+# 7.3c =
 """Incident 3, the thrash: only the shortest bucket runs, and all others are preempted. Expose it, and fix it.
 
 Phase 7's lab builds it. The bug is `minicache_course.incidents.broken.ThrashScheduler`.

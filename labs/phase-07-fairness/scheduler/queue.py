@@ -60,10 +60,9 @@ class RequestQueue(Mapping[RequestId, Request]):
     """The requests that wait for a batch slot: a mapping id → request, iterated in priority order.
 
     It answers three queries, each in logarithmic time: which request is first, which is first of one compatibility
-    class (`Request.group`), and which arrived first. Iterating sorts all of it, which is for tests and displays.
-
-    `_requests` has the requests by id. Each of them is in three heaps: `_by_arrival`, `_by_group[None]`, which has all,
-    and `_by_group` of its group. `_by_group` has no empty heaps, or it would keep every group that ever waited.
+    class (`Request.group`), and which arrived first. A request leaves it in logarithmic time, too. Its memory is
+    proportional to the most requests that waited at a time, whatever their groups. Iterating sorts all of it, which is
+    for tests and displays.
 
     Args:
         key: what the queue is ordered by; must not change while a request waits.
@@ -73,7 +72,7 @@ class RequestQueue(Mapping[RequestId, Request]):
         self._key = key
         self._requests: dict[RequestId, Request] = {}
         self._by_arrival = LazyHeap(arrival_key)
-        self._by_group: dict[str | None, LazyHeap] = {}
+        self._by_group: dict[str | None, LazyHeap] = {}  # None: of all requests
 
     def __len__(self) -> int:
         return len(self._requests)

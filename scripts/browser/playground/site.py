@@ -1,6 +1,6 @@
 """Make `assets/playground/` of the site: the page's scripts, what can be chosen, and a run that needs no Python.
 
-That run is the picture of the home page, and what the playground shows before anything is clicked.
+That run is what the playground shows before anything is clicked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from minicache.palette import INK, PALETTE, Scheme
-from scripts.browser.build import archive, bundle
+from scripts.browser.build import archive
 from scripts.browser.playground.frames import Frame
 from scripts.browser.playground.run import run
 from scripts.browser.playground.schedulers import SCHEDULERS
@@ -24,7 +24,7 @@ GROUND: Final[dict[Scheme, str]] = {"light": "#FFFFFF", "dark": "#14171F"}
 """Behind a saved picture: the pages' own grounds."""
 
 FIRST: Final = "six"
-"""The workload of the home page's picture, and of a playground that is opened without a link."""
+"""The workload of a playground that is opened without a link."""
 
 
 def build(target: Path) -> None:
@@ -32,7 +32,6 @@ def build(target: Path) -> None:
     target.mkdir(parents=True, exist_ok=True)
     for file in (*HERE.glob("*.js"), HERE / "playground.css"):
         shutil.copy(file, target / file.name)
-    bundle(target / "moving.js", target / "moving.js")  # the home page should ask for one file, and a small one
     for name, content in (("catalogue.json", catalogue()), ("first.json", recording())):
         (target / name).write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
     modules = (ROOT / "scripts" / "__init__.py", HERE.parent / "__init__.py", *HERE.glob("*.py"))

@@ -14,7 +14,7 @@ from minicache_course.table import Phase, load_course
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ROOT / "docs" / "en"
 LINK = re.compile(r"\]\(([^)#]+\.md)[^)]*\)")
-IN_ORDER = [10, 11, 12]
+IN_ORDER = [1, 10, 11, 12]
 """The phases whose navigation has the order of the work."""
 
 

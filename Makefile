@@ -31,8 +31,9 @@ check: lint docs ## everything: lint, starters, tests, author gates, notebooks, 
 	@# Some tests kill servers, or wait for browsers, while two others compute: a failure counts if it recurs alone.
 	@MINICACHE_SITE=site $(PYTEST) $(PARALLEL) || \
 		{ $(say) "Failures, again, one at a time"; MINICACHE_SITE=site $(PYTEST) -n 1 --lf --lfnf none; }
-	@$(say) "Every state of three requests on four blocks"
-	@for stage in paged fair chunked; do $(BIN)/minicache verify --scheduler $$stage || exit 1; done
+	@$(say) "Every state of three requests on three, four and five blocks"
+	@for stage in paged fair chunked; do for blocks in 3 4 5; do \
+		$(BIN)/minicache verify --scheduler $$stage --blocks $$blocks || exit 1; done; done
 	@$(say) "Chaos: a router and three servers, alone on the machine"
 	@$(PYTEST) tests/chaos.py
 	@$(say) "The wheel, in an empty environment"

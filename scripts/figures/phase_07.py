@@ -367,7 +367,7 @@ def by_walking(case: Case, num_actions: int, seed: int = 0) -> list[int]:
         if not possible:
             world = World(case.make(), case.num_requests)
             continue
-        moment = world.do(rng.choice(possible), case.shapes, {})
+        moment = world.do(rng.choice(possible), case.shapes)
         assert moment is not None
         seen.add(world.key(moment.after, own_state(world.scheduler)))
         counts.append(len(seen))

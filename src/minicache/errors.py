@@ -86,6 +86,10 @@ class InvariantError(MinicacheError):
     """A `check()` found a structure in a state that no sequence of calls should reach."""
 
 
+class UnsupportedSchedulerError(MinicacheError):
+    """The verifier has no model of what such a scheduler does."""
+
+
 class KernelUnavailableError(MinicacheError):
     """A requested kernel cannot run here: no Triton, GPU or interpreter, or one that miscomputes; no numba."""
 

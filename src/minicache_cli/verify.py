@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from collections.abc import Callable, Iterable
 from gettext import gettext as _
 from pathlib import Path
 from time import perf_counter
@@ -20,8 +19,10 @@ from minicache_cli.options import usage_errors
 from minicache_cli.show import REPORT, figures
 
 if TYPE_CHECKING:
+    from minicache.request import Request
     from minicache.scheduler import Scheduler
     from minicache.verifier.explore import Report
+    from minicache_course.arena import Service
 
 app = typer.Typer(cls=Group)
 
@@ -29,7 +30,7 @@ app = typer.Typer(cls=Group)
 @app.command()
 def verify(
     policy: Annotated[
-        Path | None, typer.Argument(help="A file with a scheduler of your own, the last one in it.", exists=True)
+        Path | None, typer.Argument(help="A policy of the arena: a file that defines create(arena).", exists=True)
     ] = None,
     scheduler: Annotated[
         str,
@@ -44,14 +45,14 @@ def verify(
     if mine:
         use_labs(console)
     from minicache.verifier.cases import cases
+    from minicache.verifier.link import fragment
     from minicache.verifier.rules import PROPERTIES, STAGE_PROPERTIES
     from minicache.verifier.story import story
     from minicache.verifier.together import explore_all
+    from minicache_course.pages import PORT, address
 
     with usage_errors():
-        todo = cases(scheduler if policy is None else scheduler_in(policy), requests, blocks)
-        for one in todo:
-            one.make()  # or it raises what is wrong with the file
+        todo = cases(scheduler if policy is None else policy_in(policy), requests, blocks)
     begun = perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -72,6 +73,11 @@ def verify(
     console.print(_("[bold red]A rule is broken[/]. The shortest way there, {case}:").format(case=shortest.case))
     for each in story(case, shortest.violation):
         console.print(escape(each), soft_wrap=True)
+    page = f"http://127.0.0.1:{PORT}/{address(None)}playground/#{fragment(case, shortest.violation.actions)}"
+    console.print(_("Step by step, in the playground that `minicache docs` serves:"))
+    console.print(escape(page), soft_wrap=True)
+    if mine or policy is not None:
+        console.print(_("It shows the reference there: put your own code into its editor."))
     raise typer.Exit(1)
 
 
@@ -87,25 +93,30 @@ def _show(reports: list[Report], seconds: float, console: Console) -> None:
     console.print(words.format(count=f"{count:,}", seconds=f"{seconds:.1f}", rate=f"{count / seconds:,.0f}"))
 
 
-def scheduler_in(file: Path) -> type[Scheduler]:
-    """The last scheduler that a file defines.
+def policy_in(file: Path) -> Callable[..., Scheduler]:
+    """What makes the scheduler of an arena policy from a server's options, as the arena does.
+
+    Its clock stands still, and every request is of one class.
 
     Raises:
-        ValueError: it defines none.
+        PolicyRefusedError: the file is no policy.
     """
-    from minicache.scheduler import Scheduler
+    from minicache_course.arena import Arena
+    from minicache_course.arena.limits import load_policy
 
-    spec = importlib.util.spec_from_file_location(f"policy_{file.stem}", file)
-    if spec is None or spec.loader is None:
-        raise ValueError(f"{file}: this is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where a state that is saved finds its class
-    spec.loader.exec_module(module)
-    found = [
-        each
-        for each in vars(module).values()
-        if isinstance(each, type) and issubclass(each, Scheduler) and each.__module__ == spec.name
-    ]
-    if not found:
-        raise ValueError(f"{file} defines no scheduler: a subclass of a stage, such as PagedScheduler")
-    return found[-1]
+    create = load_policy(file.read_text(encoding="utf-8"))
+    return lambda **options: create(Arena(options, _now, _service, _step_seconds))
+
+
+def _now() -> float:
+    return 0.0
+
+
+def _service(request: Request) -> Service:
+    from minicache_course.arena import Service
+
+    return Service("chats", ttft=1.0, tpot=1.0, max_tokens=request.max_tokens)
+
+
+def _step_seconds(shares: Iterable[tuple[int, int]]) -> float:
+    return float(sum(num_new for num_new, _ in shares))

@@ -16,7 +16,12 @@ from minicache.palette import PALETTE
 from minicache.scheduler import create_scheduler
 from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.drive import drive
+from minicache.scheduler.paged import PagedScheduler
 from minicache.simulator.serving import ServingSimulation
+from minicache.verifier.cases import cases
+from minicache.verifier.explore import explore
+from minicache.verifier.link import fragment, read, written
+from minicache.verifier.world import Action
 
 FAIR = SCHEDULERS["fair"].module
 
@@ -125,6 +130,74 @@ def test_blocks_are_reserved_shared_and_free() -> None:
 def test_prompts_of_different_requests_share_nothing() -> None:
     assert played("burst", "paged")[0][-1]["prefill"] >= played("burst", "paged+prefix")[0][-1]["prefill"]
     assert not any(role == "shared" for frame in played("burst", "paged+prefix")[0] for _, role, _ in frame["blocks"])
+
+
+# --- what a link says, action by action ------------------------------------------------------------------------------
+
+
+def told(link: str, **more):
+    """A run of what the playground reads from a link."""
+    said, frames = dict(pair.split("=", 1) for pair in link.split("&")), []
+    settings = Settings(*(int(said[name]) for name in ("blocks", "block_size", "slots", "budget")))
+    result = run(said["workload"], said["a"], settings, frames.append, actions=said["do"], **more)
+    return frames, result
+
+
+class SwapsTheWrongWay(PagedScheduler):
+    def swap_out(self, request, num_blocks, output):
+        super().swap_out(request, num_blocks, output)
+        output.swapped_out[request.request_id].reverse()
+
+
+def test_a_counterexample_opens_on_the_reference() -> None:
+    case = next(each for each in cases(SwapsTheWrongWay, 2, 3) if each.name.endswith("swap"))
+    link = fragment(case, explore(case).violation.actions)
+    frames, result = told(link)
+    assert result == {"refused": 0, "refusal": None, "audit": None, "error": None}
+    assert [frame["slots"] for frame in frames] == [
+        [(0, "0", "prompt", 2), (1, "1", "prompt", 3)],
+        [(0, "0", "generated", 1)],
+    ]
+    assert frames[1]["events"] == [["preempt", "1"], ["swap_out", "1"]]
+    paged = SCHEDULERS["paged"].module
+    wrong = source_of(paged).replace(
+        "list(zip(request.block_ids, host_block_ids, strict=False))",
+        "list(zip(request.block_ids, host_block_ids, strict=False))[::-1]",
+    )
+    assert told(link, sources={paged: wrong})[1]["audit"].startswith("step 1, swaps:")
+
+
+def test_steps_that_fail_are_shown_and_aborts_and_stop_tokens_happen() -> None:
+    frames, result = played("replay", "fair")
+    assert result["error"] is None
+    assert len(frames) == 5
+    assert frames[3]["lost"] == [0]
+    assert ["preempt", "0", "the step failed"] in frames[3]["events"]
+    stopped, _ = told("workload=replay&a=chunked&blocks=4&block_size=2&slots=3&budget=3&do=a00.3.0,s,c0")
+    assert [frame["events"][-1] for frame in stopped] == [["finish", "0", "stop"]]
+
+
+@pytest.mark.parametrize("text", ["z", "a00", "x7", "o:magic.1", "a00.3.0,s,c,c"])
+def test_a_link_that_means_nothing_is_an_error_that_is_told(text: str) -> None:
+    _, result = told(f"workload=replay&a=paged&blocks=4&block_size=2&slots=3&budget=8&do={text}")
+    assert result["error"] is not None
+
+
+@pytest.mark.parametrize("stage", ["paged", "chunked"])
+def test_what_is_written_is_read(stage: str) -> None:
+    case = next(each for each in cases(stage) if each.name.endswith("classes" if stage == "chunked" else "swap"))
+    actions = [
+        Action("arrive", 1),
+        Action("schedule"),
+        Action("commit", None, (0,)),
+        Action("retry"),
+        Action("abort", 0),
+    ]
+    options = {"preemption": "swap", "watermark": 0.5, "prefix_caching": True}
+    read_options, shapes, read_actions = read(written(options, case.shapes, actions))
+    assert read_options == options
+    assert shapes == [case.shapes[1]]
+    assert read_actions == [Action("arrive", 0), *actions[1:]]
 
 
 # --- what cannot be served ------------------------------------------------------------------------------------------

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from minicache.errors import UnsupportedSchedulerError
 from minicache_cli.commands import app
+from minicache_course.arena import baselines
+from minicache_course.arena.loop import PolicyRefusedError
 
 FORGETFUL = """
 from minicache.scheduler import PagedScheduler
@@ -17,6 +20,10 @@ class Forgetful(PagedScheduler):
     def preempt(self, request, output):
         super().preempt(request, output)
         self.waiting.remove(request)
+
+
+def create(arena):
+    return Forgetful(**arena.options)
 """
 
 
@@ -39,7 +46,6 @@ def test_a_wrong_scheduler_in_a_file(tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (["--scheduler", "magic"], "no scheduler 'magic'"),
-        (["empty.py"], "defines no scheduler"),
     ],
 )
 def test_what_cannot_be_explored(
@@ -50,3 +56,24 @@ def test_what_cannot_be_explored(
     result = CliRunner().invoke(app, ["verify", *arguments], env={"COLUMNS": "200"})
     assert result.exit_code == 2
     assert said in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"), [(["--scheduler", "async"], UnsupportedSchedulerError), (["empty.py"], PolicyRefusedError)]
+)
+def test_what_is_refused(
+    arguments: list[str], error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(CliRunner().invoke(app, ["verify", *arguments]).exception, error)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("multilevel", "No rule is broken"), ("least_slack", "→ first_is_not_forgotten: 2 requests")]
+)
+def test_a_policy_of_the_arena(name: str, said: str) -> None:
+    """One sets options itself; one has an order of its own, by a clock, and no bound."""
+    file = Path(baselines.__file__).with_name(f"{name}.py")
+    result = CliRunner().invoke(app, ["verify", "--requests", "2", "--blocks", "3", str(file)])
+    assert said in result.output, result.exception

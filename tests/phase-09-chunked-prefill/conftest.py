@@ -114,6 +114,10 @@ def a_step():
     def step(scheduler, token=7):
         __tracebackhide__ = True
         output = call(scheduler.schedule).value
+        scheduled = [each.request_id for each in output.scheduled]
+        that("the requests in `scheduled`, against those in `num_scheduled_tokens`", scheduled).gives(
+            [*output.num_scheduled_tokens]
+        )
         scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, token))
         scheduler.check()
         return output

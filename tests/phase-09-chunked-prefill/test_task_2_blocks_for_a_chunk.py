@@ -197,6 +197,7 @@ def test_a_request_that_has_outgrown_the_pool(unprotected, a_request, reserve):
     """16 tokens of prompt and one of output, and a pool of 4 blocks of 4: NEVER, though its first chunk would fit."""
     scheduler, request = unprotected(8, num_blocks=4, reserve_full_prompt=reserve), a_request("a", 16)
     request.output_token_ids.append(7)
+    call(scheduler.blocks_to_take, request).gives(5 if reserve else 2)
     call(scheduler.can_allocate, request).gives(AllocStatus.NEVER)
 
 
@@ -213,8 +214,9 @@ def test_a_prompt_longer_than_a_step_is_admitted(unprotected, serve, a_request, 
 @pytest.mark.parametrize("reserve", [True, False], ids=["the whole prompt", "the first chunk"])
 @pytest.mark.parametrize("budget", [2, 8192])
 def test_a_prompt_larger_than_the_pool_is_refused(unprotected, a_request, budget, reserve):
-    """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing changes."""
+    """One token more than 4 blocks of 4: refused at once, whatever the budget, and nothing changes. 16 would fit."""
     scheduler = unprotected(budget, num_blocks=4, reserve_full_prompt=reserve)
+    call(scheduler.blocks_to_take, a_request("fits", 16)).gives(4 if reserve else -(-min(budget, 16) // 4))
     call(scheduler.add_request, a_request("a", 17)).raises(RequestTooLargeError, "num_blocks")
     that("waiting requests", scheduler.num_waiting).gives(0)
 

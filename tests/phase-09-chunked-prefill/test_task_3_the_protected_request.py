@@ -214,7 +214,7 @@ def test_without_protection_head_is_that_of_phase_7(chunked, a_request):
 
 
 def test_the_bound_of_phase_7_holds(chunked, a_request):
-    """After 64 bypasses the request that arrived first is next, whatever its priority."""
+    """The test sets num_bypasses to 64: the request that arrived first is next, whatever its priority."""
     scheduler = chunked(8, first := a_request("a", 4, priority=9), second := a_request("b", 4))
     call(scheduler.head).gives(second)
     scheduler.num_bypasses = STARVATION_BOUND
@@ -254,7 +254,7 @@ def test_others_join_again_once_it_has_a_token(two, serve, a_request):
 
 
 def test_the_bound_comes_before_the_protected_request(two, a_request):
-    """A request is protected, and an earlier arrival waits. Once 64 have bypassed that one, it is next."""
+    """One request is protected, an earlier one waits, and the test sets num_bypasses: at 64 the earlier one is next."""
     scheduler = two()
     scheduler.protected = protected = scheduler.running[-1]
     scheduler.add_request(first := a_request("first", 4, priority=9, arrival_time=-1.0))

@@ -166,6 +166,17 @@ def test_a_link_has_the_settings_that_are_not_the_workloads_own(page: Playground
     page.wait("location.hash.includes('slots=1&')")
 
 
+def test_a_counterexample_opens_at_its_last_step(page: Playground) -> None:
+    """The link that `minicache verify` prints."""
+    link = "workload=replay&a=paged&b=none&blocks=3&block_size=2&slots=2&budget=6"
+    actions = "do=o:preemption.swap,o:num_host_blocks.3,a00.3.0,a003.2.0,s,c,s"
+    page.follow(f"{link}&{actions}")
+    assert page.number("step") == "1 of 0–1"
+    assert page.text("told-a") == ""
+    assert "preempted: 1" in page.text("summary")
+    assert actions in page.link()
+
+
 def test_keys_step_and_the_step_is_told(page: Playground) -> None:
     page.follow("workload=six&a=static&b=continuous&step=3")
     assert "static batching (phase 5), step 3 of 0 to 13. computes B decode; C decode" in page.text("summary")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from textwrap import dedent
@@ -517,47 +517,15 @@ def a_beam_search() -> Table:
 
 @table
 def budgets() -> list[Table]:
-    steps = follow(chunked(max_num_batched_tokens=1024), *(Request(each, [each] * 800, 9) for each in range(3)), most=4)
+    steps = follow(chunked(max_num_batched_tokens=1024), *(Request(each, [each] * 800, 9) for each in range(3)), most=3)
     page = "phase-09-chunked-prefill/theory/02"
-    rows = [[*each.of(0, 1, 2), sum(each.work.values()), 1024 - sum(each.work.values())] for each in steps]
-    low, urgent = Request("low", [1] * 4, 9, priority=1), Request("urgent", [2] * 40, 3)
-    stalled = follow(chunked(block_size=4, max_num_batched_tokens=16), low, arrivals={1: urgent}, most=5)
+    rows = [[*each.of(0, 1, 2), 1024 - sum(each.work.values())] for each in steps]
     a, b, c = Request("A", [1] * 4, 12), Request("B", [1] * 14, 9), Request("C", [2] * 30, 9)
     scheduler = chunked(max_num_batched_tokens=10)
     follow(scheduler, a, most=1)
-    capped = []
-    for cap in (0, 100):
-        alone = chunked(max_num_batched_tokens=250, long_prefill_threshold=cap)
-        made = follow(alone, Request("long", [1] * 1000, 20), Request("short", [2] * 30, 20))
-        for name in ("long", "short"):
-            work = [each.work.get(name, 0) for each in made]
-            capped.append([*work[:6], None, *work[9:11]])
     return [
-        (page, "| step | 0 | 1 | 2 | in", rows),
-        (page, "| step | low", {number: each.of("low", "urgent") for number, each in enumerate(stalled)}),
-        (page, "| step | 0 | 1 | 2 | 3", capped),
+        (page, "| step | 0 | 1 | 2 | left", rows),
         (page, "| step | A | B | C", [each.of(*"ABC") for each in follow(scheduler, b, c, most=6)]),
-    ]
-
-
-@table
-def blocks_of_chunks() -> list[Table]:
-    page = "phase-09-chunked-prefill/theory/03"
-    steps = follow(chunked(block_size=4, max_num_batched_tokens=8), Request("a", [1] * 20, 3), most=4)
-    ends = [0, *accumulate(each.work["a"] for each in steps)]
-    rows = [
-        [start, end - start, end, len(each.blocks["a"])]
-        for (start, end), each in zip(pairwise(ends), steps, strict=True)
-    ]
-    tight = chunked(num_blocks=6, block_size=4, max_num_batched_tokens=6, reserve_full_prompt=False)
-    again = follow(tight, Request("A", [1] * 7, 6), Request("B", [2] * 14, 3))
-    assert [each.work["B"] for each in again[8:]] == [6, 2, 1, 1]
-    same = chunked(block_size=4, max_num_batched_tokens=8, prefix_caching=True)
-    found = follow(same, *(Request(name, [1] * 20, 3) for name in "AB"), most=4)
-    return [
-        (page, "| step | computed before", rows),
-        (page, "| step | A | B | free", {n: [*each.of(*"AB"), len(each.free)] for n, each in enumerate(again[:8])}),
-        (page, "| step | A, a", [each.of(*"AB") for each in found]),
     ]
 
 
@@ -571,7 +539,7 @@ def prompts_that_must_fit() -> Table:
         made = [step for each in found for step in each["steps"][mode]]
         tokens = sum(sum(tokens.values()) for tokens, _ in made)
         rows.append([sum(len(lost) for _, lost in made), tokens - needed, len(made)])
-    return "phase-09-chunked-prefill/theory/03", "| must be free", rows
+    return "phase-09-chunked-prefill/theory/02", "| must be free", rows
 
 
 class Forgetful(ChunkedPrefillScheduler):
@@ -590,10 +558,11 @@ def the_protected_request() -> list[Table]:
         arrivals = {at: Request(f"u{at // 4}", [2] * 8, 8) for at in range(1, 40, 4)}
         made.append(follow(scheduler, Request("old", [1] * 24, 4, priority=1), arrivals=arrivals, most=15))
     without, with_it = made
-    page = "phase-09-chunked-prefill/theory/04"
+    page = "phase-09-chunked-prefill/theory/03"
     rows = {
         number: [[new for name, new in each.work.items() if name != "old"], each.work.get("old", 0)]
-        for number, each in enumerate(without[:8])
+        for number, each in enumerate(without[:6])
+        if number != 4
     }
     held = {
         first: [[each.work.get(name, 0) for each in with_it[first:last]] for name in ("u0", "old")]
@@ -613,16 +582,9 @@ def one_pass_over_drafts() -> Table:
         logits = model(torch.tensor([tokens + drafts]))[0, 28:]
     picked = logits.argmax(-1).tolist()
     assert verify(logits, [drafts], [TokenSampler(SamplingParams())]) == [picked[:2]]
-    rows = [[28 + place, None, "" if place == 4 else words[drafts[place]], None] for place in range(5)]
+    rows = [[28 + place, None, "" if place == 4 else words[drafts[place]]] for place in range(5)]
     assert [words[each] for each in picked] == ["not", "cooking", "to", "the", "river"]
-    return "phase-09-chunked-prefill/theory/07", "| token | its position", rows
-
-
-@table
-def drafts_from_numbers() -> Table:
-    texts = [[1, 2, 3, 1, 2], [5, 2, 8, 1, 2, 9, 1, 2], [2, 8, 2, 9, 2], [4, 4, 4], [1, 2, 3]]
-    rows = [[None, NgramDrafter(3).draft(each, 4)] for each in texts]
-    return "phase-09-chunked-prefill/theory/07", "| text, as", rows
+    return "phase-09-chunked-prefill/theory/04", "| token | its position", rows
 
 
 # --- a figure ---------------------------------------------------------------------------------------------------------

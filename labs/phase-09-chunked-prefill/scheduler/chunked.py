@@ -1,5 +1,16 @@
 # Phase 9, chunked-prefill: your file. It stands in for minicache.scheduler.chunked.
 # Write what raises NotImplementedError. `minicache grade 9` grades it, `minicache hint 9.K` helps with task K.
+#
+# Predict, before you write task 9.1. `minicache grade` checks it, without points.
+# A step has 50 tokens, and there is no cap. Three prompts of 40 tokens arrive together. How many tokens does the third
+# get in the second step?
+# 9.1a =
+# A step has 50 tokens, and long_prefill_threshold is 30. A prompt of 100 is alone. After which step, counted from 1,
+# does it have its first token?
+# 9.1b =
+# A step has 32 tokens. A request with a prompt of 60 was preempted by recompute with 21 output tokens, and is alone
+# now. How many steps does it take until its next token?
+# 9.1c =
 """Chunked prefill: one token budget a step, and prompts that are computed in chunks while other requests decode.
 
 Phase 9 builds it, on the scheduler of phase 8. Prefill and decode are no longer separate: every request has

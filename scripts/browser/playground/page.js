@@ -211,8 +211,8 @@ async function start({ play, at = null }) {
   const onReady = () => (patience = setTimeout(() => setStatus(say("Still running. Stop ends it.")), PATIENCE));
   const onPosted = (posted) => receive(posted, play);
   try {
-    const { workload, settings } = state;
-    isDone = await run({ workload, settings, panes: asked }, { onLoading: setStatus, onReady, onOutput: print, onPosted });
+    const { workload, settings, actions } = state;
+    isDone = await run({ workload, settings, actions, panes: asked }, { onLoading: setStatus, onReady, onOutput: print, onPosted });
     setStatus(isDone ? "" : say("Stopped. The next run starts Python again."));
   } catch (error) {
     setStatus(say("Python could not run this: {message}", error), true);

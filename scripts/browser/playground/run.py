@@ -9,13 +9,16 @@ from typing import Any, Final
 from minicache.errors import InvariantError
 from minicache.request import Request
 from minicache.scheduler.base import Scheduler
-from minicache.scheduler.observe import Observer
+from minicache.scheduler.observe import Observer, Recorder, observe
 from minicache.scheduler.output import SchedulerOutput
 from minicache.simulator.serving import ServingSimulation
+from minicache.verifier.explore import small_bound
+from minicache.verifier.link import read
+from minicache.verifier.world import World
 from scripts.browser.playground.edited import file_of, importing, line_of
 from scripts.browser.playground.frames import Frame, Frames
 from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS
-from scripts.browser.playground.workloads import WORKLOADS, Settings
+from scripts.browser.playground.workloads import EXAMPLE, REPLAY, WORKLOADS, Settings
 
 MOST_STEPS: Final = 5000
 """Steps after which a run is stopped: a changed scheduler may generate nothing, forever."""
@@ -32,7 +35,7 @@ def play(asked: Mapping[str, Any], post: Callable[[Any], object]) -> None:
     """Serve a workload by several schedulers, one after the other, for a page.
 
     Args:
-        asked: `workload`, `settings` and `panes`, each pane with `scheduler` and `sources`, as `run` takes them.
+        asked: `workload`, `settings`, `actions`, and `panes`: of each `scheduler` and `sources`, as `run` takes them.
         post: is called with `{pane, frames}` now and then, and with `{pane, result}` at the end of each pane.
     """
     for number, pane in enumerate(asked["panes"]):
@@ -44,7 +47,8 @@ def play(asked: Mapping[str, Any], post: Callable[[Any], object]) -> None:
                 post({"pane": number, "frames": batch})
                 batch.clear()
 
-        result = run(asked["workload"], pane["scheduler"], Settings(**asked["settings"]), collect, pane["sources"])
+        settings, actions = Settings(**asked["settings"]), asked.get("actions", "")
+        result = run(asked["workload"], pane["scheduler"], settings, collect, pane["sources"], actions)
         post({"pane": number, "frames": batch, "result": result})
 
 
@@ -54,6 +58,7 @@ def run(
     settings: Settings,
     sink: Callable[[Frame], object],
     sources: Mapping[str, str] | None = None,
+    actions: str = "",
 ) -> Result:
     """Serve a workload.
 
@@ -63,10 +68,13 @@ def run(
         settings: the sliders.
         sink: is called with the frame of each step as it is over.
         sources: modules of `minicache.scheduler` to load from changed code: name → code.
+        actions: of the workload `REPLAY`, what happens, as `minicache.verifier.link` has it.
 
     Returns:
         How it ended. What the scheduler raises, or its changed code, is in there, and does not go through.
     """
+    if workload == REPLAY:
+        return _replay(actions or EXAMPLE, scheduler, settings, sink, sources or {})
     choice, chosen, frames = SCHEDULERS[scheduler], WORKLOADS[workload], Frames()
     module = choice.module if sources else ""
     try:
@@ -90,6 +98,39 @@ def run(
     report = simulation.report()
     complaint = next((listener.complaint for listener in listeners), None)
     return Result(refused=report.num_refused, refusal=report.refusal, audit=complaint, error=failed)
+
+
+def _replay(
+    actions: str, scheduler: str, settings: Settings, sink: Callable[[Frame], object], sources: Mapping[str, str]
+) -> Result:
+    """Do what a link says, action by action. Each step is a frame, one that fails or is not computed too."""
+    choice, frames = SCHEDULERS[scheduler], Frames()
+    module = choice.module if sources else ""
+    listeners: list[Listener] = []
+    recorder = Recorder(lambda step: sink(frames.frame(step) | {"ttft": None, "tpot": None}))
+    failed = None
+    try:
+        options, shapes, todo = read(actions)
+        with importing(sources) as imported:
+            created = choice.create(settings, imported, options)
+            listeners += [Listener(imported(f"{PACKAGE}.audit_sharing").SharingAuditor())]
+            world = World(observe(created, frames, *listeners, recorder), len(todo))
+            with small_bound(1):
+                for action in todo:
+                    if action.kind in ("fail", "retry"):
+                        _end(world.scheduler, recorder)
+                    world.do(action, shapes)
+                _end(world.scheduler, recorder)
+    except Exception as error:
+        failed = explained(error, module)
+    complaint = next((listener.complaint for listener in listeners), None)
+    return Result(refused=0, refusal=None, audit=complaint, error=failed)
+
+
+def _end(scheduler: Scheduler, recorder: Recorder) -> None:
+    """Have a step that is not committed end, for the picture only."""
+    if scheduler.outstanding is not None:
+        recorder.on_update(scheduler, scheduler.outstanding, [])
 
 
 def _serve(simulation: ServingSimulation) -> None:
@@ -138,6 +179,18 @@ class Listener(Observer):
     def on_update(self, scheduler: Scheduler, output: SchedulerOutput, finished: list[Request]) -> None:
         """As the auditor's."""
         self._listen(lambda: self._auditor.on_update(scheduler, output, finished))
+
+    def on_recover(self, scheduler: Scheduler) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_recover(scheduler))
+
+    def on_finish(self, scheduler: Scheduler, request: Request) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_finish(scheduler, request))
+
+    def on_fork(self, scheduler: Scheduler, parent: Request, child: Request) -> None:
+        """As the auditor's."""
+        self._listen(lambda: self._auditor.on_fork(scheduler, parent, child))
 
     def _listen(self, audit: Callable[[], None]) -> None:
         if self.complaint is None:

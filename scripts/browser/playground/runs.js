@@ -21,7 +21,7 @@ export const isStarted = () => python !== null;
 /**
  * Serve a workload by each of the schedulers, one after the other.
  *
- * @param {{workload: string, settings: object, panes: {scheduler: string, sources: object}[]}} asked
+ * @param {{workload: string, settings: object, actions: string, panes: {scheduler: string, sources: object}[]}} asked
  * @param {{onLoading: (words: string) => void, onReady: () => void, onOutput: (line: string) => void,
  *   onPosted: (posted: {pane: number, frames?: object[], result?: object}) => void}} listeners `onLoading`:
  *   words that say what is being loaded; `onReady`: Python is there, and the run begins; `onOutput`: what the code prints; `onPosted`: frames

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Final
@@ -30,12 +30,15 @@ class Choice:
     stage: str
     options: dict[str, Any]
 
-    def create(self, settings: Settings, imported: Callable[[str], ModuleType]) -> Scheduler:
+    def create(
+        self, settings: Settings, imported: Callable[[str], ModuleType], more: Mapping[str, Any] | None = None
+    ) -> Scheduler:
         """A new scheduler.
 
         Args:
             settings: the sliders.
             imported: gives a module by its name: `importlib.import_module`, or one that knows edited sources.
+            more: options that a link says, in place of its own.
 
         Raises:
             ValueError, TypeError: `create_scheduler` refuses the options.
@@ -50,7 +53,7 @@ class Choice:
             scheduler: Scheduler = imported(self.module).ThrashScheduler(**common)
             return scheduler
         options = self.options | ({"num_host_blocks": settings.blocks} if "preemption" in self.options else {})
-        scheduler = imported(PACKAGE).create_scheduler(self.stage, **common, **options)
+        scheduler = imported(PACKAGE).create_scheduler(self.stage, **common, **options | dict(more or {}))
         return scheduler
 
 

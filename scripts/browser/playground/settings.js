@@ -6,11 +6,14 @@ import { tokens } from "./words.js";
 /** The second scheduler's name where there is none. */
 export const NONE = "none";
 
+/** The workload that is in the link itself. */
+const REPLAY = "replay";
+
 export const SLIDERS = {
-  blocks: { values: [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512] },
+  blocks: { values: [1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 160, 192, 256, 384, 512] },
   block_size: { told: tokens, values: [1, 2, 4, 8, 16, 32, 64, 128] },
   slots: { values: Array.from({ length: 32 }, (_, index) => index + 1) },
-  budget: { told: tokens, values: Array.from({ length: 14 }, (_, index) => 2 ** index) },
+  budget: { told: tokens, values: [1, 2, 3, 4, 6, 8, 10, 12, ...Array.from({ length: 10 }, (_, index) => 2 ** (index + 4))] },
 };
 
 /**
@@ -18,7 +21,7 @@ export const SLIDERS = {
  *
  * @param {string} hash of the address, with or without "#"
  * @param catalogue catalogue.json: workloads and schedulers by name
- * @returns {{workload: string, schedulers: string[], settings: object, step: number | null}}
+ * @returns {{workload: string, schedulers: string[], settings: object, step: number | null, actions: string}}
  */
 export function fromLink(hash, catalogue) {
   const said = new URLSearchParams(hash.replace(/^#/, ""));
@@ -34,15 +37,17 @@ export function fromLink(hash, catalogue) {
     if (Number.isInteger(value) && value > 0) settings[name] = nearest(SLIDERS[name].values, value);
   }
   const step = Number(said.get("step"));
-  return { workload, schedulers: chosen, settings, step: said.has("step") && step >= 0 ? Math.floor(step) : null };
+  const actions = (workload === REPLAY && said.get("do")) || ""; // what happens, as minicache.verifier.link has it
+  return { workload, schedulers: chosen, settings, actions, step: said.has("step") && step >= 0 ? Math.floor(step) : null };
 }
 
 /** The link's hash, "" for what the page shows by itself. */
-export function toLink({ workload, schedulers, settings, step }, catalogue) {
+export function toLink({ workload, schedulers, settings, step, actions }, catalogue) {
   const usual = catalogue.workloads[workload];
   const said = [["workload", workload]];
   ["a", "b"].forEach((pane, index) => said.push([pane, schedulers[index]]));
   for (const name of Object.keys(SLIDERS)) if (settings[name] !== usual.settings[name]) said.push([name, settings[name]]);
+  if (workload === REPLAY && actions) said.push(["do", actions]);
   if (step !== null) said.push(["step", step]);
   return `#${said.map((pair) => pair.join("=")).join("&")}`;
 }
@@ -50,6 +55,7 @@ export function toLink({ workload, schedulers, settings, step }, catalogue) {
 /** Whether two states ask for the same run. */
 export const sameRun = (one, other) =>
   one.workload === other.workload &&
+  (one.actions ?? "") === (other.actions ?? "") &&
   one.schedulers.join() === other.schedulers.join() &&
   Object.keys(SLIDERS).every((name) => one.settings[name] === other.settings[name]);
 

@@ -16,6 +16,12 @@ from minicache.simulator.workload import ALPACA, LengthDistribution, generate
 SIX: Final = {"A": (4, 3), "B": (3, 8), "C": (2, 5), "D": (5, 2), "E": (3, 4), "F": (2, 6)}
 """The six requests of phase 5: prompt tokens, and tokens that they will generate."""
 
+REPLAY: Final = "replay"
+"""The workload whose requests, aborts and failures the link says: `minicache.verifier.link`."""
+
+EXAMPLE: Final = "a00.3.0,a000.2.0,s,c,s,c,s,r,s,x0,c,s,c"
+"""What happens where the link does not say it."""
+
 IN_STEPS: Final = FixedCost(1.0)
 """The clock of phases 5 to 7: every step takes 1."""
 
@@ -122,5 +128,6 @@ WORKLOADS: Final = {
     ),
     "prefix": Workload("a shared prefix", shared_prefix, ON_A_GPU, Settings(96, 16, 12, 512), ("fair", "fair+prefix")),
     "thrash": Workload("the thrash of phase 7", thrash, IN_STEPS, Settings(64, 16, 8, 8192), ("thrash", "fair")),
+    REPLAY: Workload("a story of minicache verify", list, IN_STEPS, Settings(4, 2, 3, 8), ("paged", "paged+swap")),
 }
 """Name in a link → workload."""

@@ -10,6 +10,7 @@
 | `cases` | what is explored of each stage |
 | `together` | several cases at once |
 | `story` | a counterexample in words |
+| `link` | a counterexample as text in a link |
 
 Pure standard library.
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
@@ -64,29 +65,29 @@ class Memory:
 
     def operations(self, output: SchedulerOutput, work: list[Work]) -> list[Callable[[], None]]:
         """All that carries out a step, in order: a failure may come after any of them."""
-        out = [pair for pairs in output.swapped_out.values() for pair in pairs]
-        back = [pair for pairs in output.swapped_in.values() for pair in pairs]
-        copies = list(output.blocks_to_copy)
+        operations: list[Callable[[], None]] = []
+        for pairs in output.swapped_out.values():
+            operations += [partial(self._copy, self.blocks, *pair, self.host_blocks) for pair in pairs]
+        for pairs in output.swapped_in.values():
+            operations += [partial(self._copy, self.host_blocks, *pair, self.blocks) for pair in pairs]
+        operations.append(partial(self._copy_at_once, list(output.blocks_to_copy)))
+        operations += [partial(self.write, each) for each in work]
+        return operations
 
-        def swap_out(block_id: int, host_block_id: int) -> Callable[[], None]:
-            return lambda: self.host_blocks.update({host_block_id: list(self.block(block_id))})
+    def _copy(self, of: dict[int, list[Entry]], source: int, target: int, to: dict[int, list[Entry]]) -> None:
+        to[target] = list(of.get(source) or [None] * self.block_size)
 
-        def swap_in(host_block_id: int, block_id: int) -> Callable[[], None]:
-            return lambda: self.blocks.update({block_id: list(self.host_blocks[host_block_id])})
-
-        def copy() -> None:
-            self.blocks.update({target: list(self.block(source)) for source, target in copies})
-
-        def write(each: Work) -> Callable[[], None]:
-            return lambda: self.write(each)
-
-        return [*(swap_out(*pair) for pair in out), *(swap_in(*pair) for pair in back), copy, *map(write, work)]
+    def _copy_at_once(self, pairs: list[tuple[int, int]]) -> None:
+        self.blocks.update({target: list(self.block(source)) for source, target in pairs})
 
     def write(self, work: Work, *, garbage: bool = False) -> None:
         """Write what a request computes in a step, or what a failure leaves in its place."""
-        tokens, block_size = bytes(work.tokens), self.block_size
+        tokens, block_size, blocks = bytes(work.tokens), self.block_size, self.blocks
         for position in range(work.start, len(tokens)):
-            block = self.block(work.block_ids[position // block_size])
+            block_id = work.block_ids[position // block_size]
+            block = blocks.get(block_id)
+            if block is None:
+                block = blocks[block_id] = [None] * block_size
             block[position % block_size] = None if garbage else tokens[: position + 1]
 
     def reads_right(self, work: Work) -> bool:

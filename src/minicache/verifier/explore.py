@@ -17,7 +17,7 @@ from typing import Any, Final
 from minicache.scheduler.base import Scheduler
 from minicache.verifier.rules import INVARIANTS, PROPERTIES
 from minicache.verifier.saving import Saver
-from minicache.verifier.world import Action, Moment, Property, Shape, World
+from minicache.verifier.world import KINDS, Action, Moment, Property, Shape, World
 
 LOOK_EVERY: Final = 256
 """States between two reports of progress."""
@@ -117,7 +117,10 @@ class _Search:
         limit: int,
         tell: Callable[[int], None],
     ) -> None:
-        self.case, self.properties, self.invariants = case, properties, invariants
+        self.case, self.invariants = case, invariants
+        self.properties = {
+            kind: [each for each in properties if kind in getattr(each, "kinds", KINDS)] for kind in KINDS
+        }
         self.limit, self.tell = limit, tell
         self.seen: dict[int, int] = {}
         self.parents, self.actions = array("I"), array("H")  # of each state: from which other, by its how manyth action
@@ -162,19 +165,20 @@ class _Search:
     ) -> Violation | None:
         """Do all that can happen in a state."""
         world = saver.load(saved)
-        shapes, seen, before = self.case.shapes, self.seen, world.requests()
+        shapes, seen, start = self.case.shapes, self.seen, world.start()
         for index, action in enumerate(list(world.actions(shapes))):
-            if index:
-                world = saver.load(saved)
+            if index and (again := saver.load(saved)) is not world:
+                world = again
+                start = world.start()
             self.num_actions += 1
             try:
-                moment = world.do(action, shapes, before)
+                moment = world.do(action, shapes, start)
                 key = 0 if moment is None else world.key(moment.after, own)
             except Exception as error:  # whatever a scheduler raises, it is at fault
                 return Violation((*self.way_to(number), action), ERROR, f"{type(error).__name__}: {error}")
             if moment is None:
                 continue
-            wrong = broken(self.properties, moment)
+            wrong = broken(self.properties[action.kind], moment)
             if key not in seen:
                 self.note(key, number, index)
                 wrong = wrong or broken(self.invariants, moment)
@@ -183,7 +187,6 @@ class _Search:
                 return Violation((*self.way_to(number), action), *wrong)
             if not index and action.kind in ("schedule", "commit"):
                 self.quiet[number] = seen[key]
-            vars(world.scheduler).clear()  # its queue knows it: without this, the garbage collector would find it
         return None
 
     def way_to(self, number: int) -> list[Action]:
@@ -196,7 +199,7 @@ class _Search:
         way = []
         for index in reversed(indices):
             way.append(list(world.actions(self.case.shapes))[index])
-            world.do(way[-1], self.case.shapes, {})
+            world.do(way[-1], self.case.shapes)
         return way
 
     def livelock(self) -> Violation | None:
@@ -223,7 +226,7 @@ class _Search:
     def quiet_action(self, number: int) -> Action:
         world = World(self.case.make(), self.case.num_requests)
         for action in self.way_to(number):
-            world.do(action, self.case.shapes, {})
+            world.do(action, self.case.shapes)
         return next(iter(world.actions(self.case.shapes)))
 
 
@@ -240,7 +243,7 @@ def replay(case: Case, actions: Iterable[Action]) -> Iterator[Moment | None]:
     with small_bound(case.bound):
         world = World(case.make(), case.num_requests)
         for action in actions:
-            yield world.do(action, case.shapes, world.requests())
+            yield world.do(action, case.shapes)
 
 
 @contextmanager

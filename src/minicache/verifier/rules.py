@@ -5,6 +5,7 @@ Each is a function of a `Moment`: None, or what is wrong. Pure standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from minicache.errors import InvariantError
@@ -13,13 +14,22 @@ from minicache.request import Request, RequestStatus
 from minicache.scheduler import fair
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.audit_sharing import SharingAuditor
+from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import arrival_key
 from minicache.verifier.properties import nothing_is_lost, victims_are_last, work_is_done
 from minicache.verifier.world import Moment, Property
 
+STEPS: Final = ("schedule", "retry")
+"""The actions that schedule a step."""
 NO_STEP: Final = SchedulerOutput()
+
+
+def of_steps(rule: Property) -> Property:
+    """Have a property asked of `STEPS` only."""
+    rule.kinds = STEPS  # type: ignore[attr-defined]
+    return rule
 
 
 def step_is_right(moment: Moment) -> str | None:
@@ -55,10 +65,10 @@ def step_is_right(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     """What a request has computed lies in its blocks, on the device or in CPU swap space, and nothing else does."""
-    if moment.action.kind not in ("schedule", "retry") or moment.output is None:
-        return None
+    assert moment.output is not None
     memory, num_new = moment.memory, moment.output.num_scheduled_tokens
     for request in moment.after:
         if request.block_ids:
@@ -72,6 +82,7 @@ def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def first_is_not_forgotten(moment: Moment) -> str | None:
     """Of any STARVATION_BOUND + 1 admissions in a row, one is of the request that arrived first of all that wait."""
     if moment.num_bypasses > fair.STARVATION_BOUND and isinstance(moment.scheduler, fair.FairScheduler):
@@ -79,18 +90,73 @@ def first_is_not_forgotten(moment: Moment) -> str | None:
     return None
 
 
+@of_steps
 def admits_in_order(moment: Moment) -> str | None:
-    """Of the requests that may share the batch the most urgent is admitted, and at the bound the oldest of all."""
+    """Each request that is admitted is `next_of` those that wait, and of the batch's compatibility class."""
     scheduler = moment.scheduler
-    if not isinstance(scheduler, fair.FairScheduler) or scheduler.chunks_prompts:
+    if not isinstance(scheduler, fair.FairScheduler):
         return None
     for request, waiting, batch, num_bypasses in moment.admissions:
         if batch and batch[0].group != request.group:
             return f"{request!r} is admitted into a batch of another compatibility class"
-        compatible = [each for each in waiting if not batch or each.group == batch[0].group]
-        best = min(compatible, key=_urgency) if num_bypasses < fair.STARVATION_BOUND else min(waiting, key=arrival_key)
+        best = next_of(scheduler, waiting, batch, num_bypasses)
         if request is not best:
             return f"{request!r} is admitted, and {best!r} should have been, after {num_bypasses} bypasses in a row"
+    return None
+
+
+def next_of(
+    scheduler: fair.FairScheduler, waiting: Sequence[Request], batch: Sequence[Request], num_bypasses: int
+) -> Request | None:
+    """Who is admitted next of those that wait; None if none may.
+
+    At the bound the one that arrived first; below it the one that is protected (phase 9), or else the most urgent of
+    those that may share the batch. A step that admits does not change who is protected.
+    """
+    protected = getattr(scheduler, "protected", None)
+    if num_bypasses >= fair.STARVATION_BOUND:
+        best = min(waiting, key=arrival_key, default=None)
+    elif protected is not None:
+        best = protected if protected in waiting else None
+    else:
+        return min((each for each in waiting if _fits(each, batch)), key=_urgency, default=None)
+    return best if best is not None and _fits(best, batch) else None
+
+
+def _fits(request: Request, batch: Sequence[Request]) -> bool:
+    return not batch or batch[0].group == request.group
+
+
+@of_steps
+def first_is_protected(moment: Moment) -> str | None:
+    """`protected` is the request that phase 9 protects.
+
+    A request that is preempted before it has gained a token, while one that arrived later stays in the batch and none
+    that arrived earlier waits, is protected until it has gained one, or another request is.
+    """
+    scheduler, output, before = moment.scheduler, moment.output, moment.before
+    if not isinstance(scheduler, ChunkedPrefillScheduler):
+        return None
+    assert output is not None
+    requests = {each.request_id: each for each in (*moment.after, *moment.finished)}
+    batch = [each for each, was in before.items() if was.status is RequestStatus.RUNNING]
+    if moment.action.kind == "retry":
+        batch = []
+    gained = {each for each in batch if len(before[each].output_token_ids) > requests[each].num_outputs_at_admission}
+    waiting = [each for each in before if each not in batch]
+    expected = moment.protected
+    if expected in gained or expected not in before:
+        expected = None
+    for victim in output.preempted:
+        arrived = arrival_key(requests[victim])
+        batch.remove(victim)
+        waiting.append(victim)
+        is_passed = any(arrival_key(requests[each]) > arrived for each in batch if each not in output.finished)
+        if victim not in gained and is_passed and all(arrival_key(requests[each]) >= arrived for each in waiting):
+            expected = victim
+    protected = None if scheduler.protected is None else scheduler.protected.request_id
+    if protected != expected:
+        return f"protected is request {protected!r}, and should be {expected!r}"
     return None
 
 
@@ -98,16 +164,24 @@ def _urgency(request: Request) -> tuple[float, ...]:
     return request.priority, request.arrival_time, request.arrival_index, request.fork_index
 
 
+@of_steps
 def waits_with_reason(moment: Moment) -> str | None:
     """The next waiting request is admitted if there are a batch slot, blocks and budget, and no request was preempted.
 
     A rule of the course's stages: a scheduler of one's own may have other reasons to let a request wait.
     """
     scheduler, output = moment.scheduler, moment.output
-    if moment.action.kind not in ("schedule", "retry") or output is None or output.preempted:
+    assert output is not None
+    if output.preempted or len(scheduler.running) >= scheduler.max_num_seqs:
         return None
-    head = scheduler.head() if len(scheduler.running) < scheduler.max_num_seqs else None
-    if head is None or not isinstance(scheduler, PagedScheduler):
+    if not isinstance(scheduler, PagedScheduler):
+        return None
+    waiting = moment.after[len(scheduler.running) :]
+    if isinstance(scheduler, fair.FairScheduler):
+        head = next_of(scheduler, waiting, scheduler.running, moment.num_bypasses)
+    else:
+        head = waiting[0] if waiting else None
+    if head is None:
         return None
     budget = scheduler.max_num_batched_tokens - output.total_num_scheduled_tokens
     spared = scheduler._num_watermark_blocks if scheduler.running else 0
@@ -115,6 +189,31 @@ def waits_with_reason(moment: Moment) -> str | None:
     left = 1 if scheduler.chunks_prompts else head.num_tokens - head.num_computed_tokens
     if left <= budget and needed + spared <= scheduler.pool.num_free:
         return f"{head!r} waits, with {scheduler.pool.num_free} blocks free and {budget} tokens left in the step"
+    return None
+
+
+@of_steps
+def watermark_stays_free(moment: Moment) -> str | None:
+    """A request that joins a batch leaves the blocks of the watermark free."""
+    scheduler = moment.scheduler
+    if not isinstance(scheduler, PagedScheduler) or not moment.admissions or not moment.admissions[-1].batch:
+        return None
+    if scheduler.pool.num_free < scheduler._num_watermark_blocks:
+        return f"{moment.admissions[-1].request!r} is admitted into blocks that the watermark spares"
+    return None
+
+
+@of_steps
+def swaps_what_fits(moment: Moment) -> str | None:
+    """A victim is recomputed only if CPU swap space has no room for what it has computed."""
+    host_pool, output = moment.scheduler.host_pool, moment.output
+    if host_pool is None or output is None:
+        return None
+    for request in moment.after:
+        if request.request_id in output.preempted and request.status is RequestStatus.WAITING:
+            needed = blocks_for(moment.before[request.request_id].num_computed_tokens, host_pool.block_size)
+            if 0 < needed <= host_pool.num_free:
+                return f"{request!r} is to be computed again, and {host_pool.num_free} CPU blocks are free"
     return None
 
 
@@ -151,7 +250,14 @@ PROPERTIES: Final[tuple[Property, ...]] = (
 )
 """What holds of every action, with any scheduler."""
 
-STAGE_PROPERTIES: Final[tuple[Property, ...]] = (*PROPERTIES, admits_in_order, waits_with_reason)
+STAGE_PROPERTIES: Final[tuple[Property, ...]] = (
+    *PROPERTIES,
+    admits_in_order,
+    first_is_protected,
+    waits_with_reason,
+    watermark_stays_free,
+    swaps_what_fits,
+)
 """What holds of every action, with the course's own stages."""
 
 INVARIANTS: Final[tuple[Property, ...]] = (books_agree,)

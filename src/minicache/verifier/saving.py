@@ -58,12 +58,16 @@ class Saver:
 
     def __init__(self, world: World) -> None:
         scheduler = world.scheduler
-        self._class = type(scheduler)
         attributes = vars(scheduler)
         self._constants = {name: each for name, each in attributes.items() if type(each) in _ATOMS or name == "_stats"}
         self._has_cache = "_cache" in attributes
         self._clients: list[Request] = []  # of each client, a request with the parameters
         self._client_of: dict[int, int] = {}  # by the identity of its prompt's list
+        self._world: World = _new(World)
+        self._world.scheduler = _new(type(scheduler))
+        self._requests: list[Request] = []  # of the world that is loaded, by number
+        self._queue = RequestQueue(self._world.scheduler.priority_key)
+        self._heaps: dict[tuple[str | None, bool], LazyHeap] = {}
         queue, pools = scheduler.waiting, [scheduler.pool]
         pools += [] if scheduler.host_pool is None else [scheduler.host_pool]
         self._is_known = _is_known(queue) and _is_known(queue._by_arrival) and all(map(_is_known, pools))
@@ -78,11 +82,15 @@ class Saver:
         return pickle.dumps(world, 5)
 
     def load(self, saved: bytes) -> World:
-        """A copy of a world that was saved."""
+        """A world that was saved. It takes the place of the one that was loaded before, in the same objects if it can.
+
+        So what is noted of these objects before the first action of a state is right before each of its actions.
+        """
         if saved[:1] == _PICKLED:
             world: World = pickle.loads(saved)
             return world
-        return self._built(*marshal.loads(saved))
+        self._fill(*marshal.loads(saved))
+        return self._world
 
     def _flat(self, world: World) -> tuple[Any, ...]:
         scheduler: Any = world.scheduler
@@ -96,16 +104,15 @@ class Saver:
                 requests.append(request)
             return found
 
-        def heap(of: LazyHeap) -> tuple[Any, ...]:
-            is_by_arrival = of.key is arrival_key
-            if not is_by_arrival and of.key != scheduler.priority_key:
+        def heap(of: LazyHeap, is_by_arrival: bool = False) -> tuple[Any, ...]:
+            if of.key != (arrival_key if is_by_arrival else scheduler.priority_key):
                 raise _UnknownError
-            return is_by_arrival, [(key, number(each)) for key, each in of.members.values()], of._heap
+            return [(key, number(each)) for key, each in of.members.values()], of._heap
 
         queue, output = scheduler.waiting, scheduler.outstanding
         flat_queue = (
             [number(each) for each in queue._requests.values()],
-            heap(queue._by_arrival),
+            heap(queue._by_arrival, True),
             [(group, heap(each)) for group, each in queue._by_group.items()],
         )
         flat_output = None
@@ -132,7 +139,7 @@ class Saver:
         here = world.num_left, world.num_bypasses, memory
         return here, list(map(self._flat_request, requests)), everyone, running, flat_queue, flat_output, pools, own
 
-    def _built(
+    def _fill(
         self,
         here: tuple[int, int, tuple[Any, ...]],
         flat_requests: list[tuple[Any, ...]],
@@ -142,30 +149,27 @@ class Saver:
         flat_output: tuple[Any, ...] | None,
         pools: tuple[Any, Any],
         own: list[tuple[str, Any]],
-    ) -> World:
-        requests = [self._request(*each) for each in flat_requests]
-        scheduler = _new(self._class)
-        scheduler.__dict__.update(self._constants)
-        by_priority = scheduler.priority_key
-
-        def heap(is_by_arrival: bool, members: list[tuple[Any, int]], pairs: list[Any]) -> LazyHeap:
-            built: LazyHeap = _new(LazyHeap)
-            built.key = arrival_key if is_by_arrival else by_priority
-            built.members = {requests[place].request_id: (key, requests[place]) for key, place in members}
-            built._heap = pairs
-            return built
-
-        queue: RequestQueue = _new(RequestQueue)
+    ) -> None:
+        """Give the one world that is loaded this state."""
+        world, requests, clients = self._world, self._requests, self._clients
+        while len(requests) < len(flat_requests):
+            requests.append(_new(Request))
+        for request, flat in zip(requests, flat_requests, strict=False):
+            _fill_request(request, clients[flat[0]], flat)
+        scheduler: Any = world.scheduler
+        attributes = vars(scheduler)
+        attributes.clear()
+        attributes.update(self._constants)
+        scheduler.waiting = queue = self._queue
         waiting, by_arrival, by_group = flat_queue
-        queue._key = by_priority
         queue._requests = {requests[place].request_id: requests[place] for place in waiting}
-        queue._by_arrival = heap(*by_arrival)
-        queue._by_group = {group: heap(*each) for group, each in by_group}
-        scheduler.waiting = queue
+        queue._by_arrival = self._heap(None, True, by_arrival)
+        queue._by_group = {group: self._heap(group, False, each) for group, each in by_group}
         scheduler.running = [requests[place] for place in running]
         scheduler._requests = {requests[place].request_id: requests[place] for place in everyone}
-        scheduler.outstanding = None
-        if flat_output is not None:
+        if flat_output is None:
+            scheduler.outstanding = None
+        else:
             tokens, scheduled, *rest = flat_output
             scheduler.outstanding = SchedulerOutput(tokens, [requests[place] for place in scheduled], *rest)
         scheduler.pool = pool = _built_pool(*pools[0])
@@ -173,12 +177,20 @@ class Saver:
             scheduler._cache = pool if isinstance(pool, CachingBlockPool) else None
         scheduler.host_pool = None if pools[1] is None else _built_pool(*pools[1])
         for name, value in own:
-            setattr(scheduler, name, _rich(value, requests))
-        world: World = _new(World)
-        world.scheduler = scheduler
-        world.num_left, world.num_bypasses = here[:2]
-        world.memory = Memory(*here[2])
-        return world
+            attributes[name] = value if type(value) is not tuple else _rich(value, requests)
+        world.num_left, world.num_bypasses, memory = here
+        world.memory = Memory(*memory)
+
+    def _heap(self, group: str | None, is_by_arrival: bool, flat: tuple[list[tuple[Any, int]], list[Any]]) -> LazyHeap:
+        """The heap of a group, or that of all by arrival, with these members."""
+        heap = self._heaps.get((group, is_by_arrival))
+        if heap is None:
+            heap = LazyHeap(arrival_key if is_by_arrival else self._queue._key)
+            self._heaps[group, is_by_arrival] = heap
+        members, heap._heap = flat
+        requests = self._requests
+        heap.members = {requests[place].request_id: (key, requests[place]) for key, place in members}
+        return heap
 
     def _flat_request(self, request: Request) -> tuple[Any, ...]:
         client = self._client_of.get(id(request.prompt_token_ids))
@@ -200,49 +212,38 @@ class Saver:
             request.fork_index,
         )
 
-    def _request(
-        self,
-        client: int,
-        request_id: Any,
-        status: int,
-        output_token_ids: list[int],
-        arrival_index: int,
-        num_computed_tokens: int,
-        num_preemptions: int,
-        num_outputs_at_admission: int,
-        block_ids: list[int],
-        host_block_ids: list[int],
-        block_hashes: list[bytes],
-        fork_index: int,
-    ) -> Request:
-        like = self._clients[client]
-        request: Request = _new(Request)
-        request.prompt_token_ids = like.prompt_token_ids
-        request.num_prompt_tokens = like.num_prompt_tokens
-        request.max_tokens = like.max_tokens
-        request.stop_token_ids = like.stop_token_ids
-        request.ignore_eos = False
-        request.priority = like.priority
-        request.arrival_time = like.arrival_time
-        request.group = like.group
-        request.cache_salt = None
-        request.adapter = None
-        request.request_id = request_id
-        request.status = _STATUSES[status]
-        request.output_token_ids = output_token_ids
-        request.arrival_index = arrival_index
-        request.num_computed_tokens = num_computed_tokens
-        request.num_cached_tokens = 0  # a statistic
-        request.num_preemptions = num_preemptions
-        request.num_outputs_at_admission = num_outputs_at_admission
-        request.block_ids = block_ids
-        request.other_block_ids = ()
-        request.host_block_ids = host_block_ids
-        request.block_hashes = block_hashes
-        request.fork_index = fork_index
-        request.num_placeholders = 0
-        request.draft_token_ids = []
-        return request
+
+def _fill_request(request: Request, like: Request, flat: tuple[Any, ...]) -> None:
+    """Give a request the parameters of another, and the progress that was saved."""
+    request.prompt_token_ids = like.prompt_token_ids
+    request.num_prompt_tokens = like.num_prompt_tokens
+    request.max_tokens = like.max_tokens
+    request.stop_token_ids = like.stop_token_ids
+    request.ignore_eos = False
+    request.priority = like.priority
+    request.arrival_time = like.arrival_time
+    request.group = like.group
+    request.cache_salt = None
+    request.adapter = None
+    (
+        _,
+        request.request_id,
+        status,
+        request.output_token_ids,
+        request.arrival_index,
+        request.num_computed_tokens,
+        request.num_preemptions,
+        request.num_outputs_at_admission,
+        request.block_ids,
+        request.host_block_ids,
+        request.block_hashes,
+        request.fork_index,
+    ) = flat
+    request.status = _STATUSES[status]
+    request.num_cached_tokens = 0  # a statistic
+    request.other_block_ids = ()
+    request.num_placeholders = 0
+    request.draft_token_ids = []
 
 
 def _flat_pool(pool: BlockPool) -> tuple[Any, ...]:
@@ -267,9 +268,8 @@ def _built_pool(
     if hash_of is None:
         pool.free_list = deque(free)
         return pool  # type: ignore[no-any-return]
-    evictable: Any = LeastRecentlyUsed.fromkeys(cached or ())
-    pool.free_list = TwoEndedFreeList((), evictable)
-    pool.free_list.plain = free
+    pool.free_list = both = _new(TwoEndedFreeList)
+    both.plain, both.cached = free, LeastRecentlyUsed.fromkeys(cached or ())
     pool.num_evicted = 0  # a statistic
     pool._hash_of = hash_of
     pool._blocks_of = {its_hash: dict.fromkeys(blocks) for its_hash, blocks in found}

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from typing import Any, Final, Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 from minicache.errors import RequestTooLargeError
 from minicache.request import Request, RequestId, RequestStatus
@@ -30,6 +31,7 @@ OTHER: Final = 2
 """The last token of a fork that differs from its parent."""
 
 Kind = Literal["arrive", "fork", "branch", "abort", "error", "schedule", "commit", "fail", "retry"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 
 
 class Action(NamedTuple):
@@ -105,8 +107,9 @@ class Moment:
         admissions: of schedule and retry, the requests that were admitted, in order.
         num_bypasses: how many requests in a row, up to now, were admitted while one that arrived before them waited;
             at most STARVATION_BOUND + 1.
+        protected: the id of the request that was `protected` before it (phase 9); None if none was.
         memory: what lies in the slots once the scheduled step is computed.
-        auditor: of schedule, commit and fail: one that has seen the state before, and nothing since.
+        auditor: one that has seen the state before, and nothing since.
     """
 
     action: Action
@@ -119,6 +122,26 @@ class Moment:
     finished: list[Request] = field(default_factory=list)
     admissions: tuple[Admission, ...] = field(default=(), repr=False)
     num_bypasses: int = 0
+    protected: RequestId | None = None
+
+
+@dataclass(slots=True)
+class Start:
+    """What every action of a state begins with.
+
+    Attributes:
+        requests: the unfinished requests: the batch in order, then the queue in order.
+        num_running: how many of them are the batch.
+        was: id → what each of them is.
+        auditor: has seen this state, and nothing else.
+        protected: as `Moment.protected`.
+    """
+
+    requests: list[Request]
+    num_running: int
+    was: dict[RequestId, Was]
+    auditor: Auditor
+    protected: RequestId | None
 
 
 class World:
@@ -173,12 +196,15 @@ class World:
 
     def unfinished(self) -> list[Request]:
         """The batch in order, then the queue in order."""
-        waiting = self.scheduler.waiting
-        return self.scheduler.running + [waiting[request_id] for request_id in waiting]
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        return running + [waiting[request_id] for request_id in waiting] if waiting else running[:]
 
-    def requests(self) -> dict[RequestId, Was]:
-        """What each unfinished request is now."""
-        return {
+    def start(self) -> Start:
+        """This state, as it is before an action."""
+        auditor = SharingAuditor() if hasattr(self.scheduler, "fork_request") else Auditor()
+        auditor.begin(self.scheduler)
+        requests = self.unfinished()
+        was = {
             each.request_id: Was(
                 each.status,
                 each.num_computed_tokens,
@@ -186,16 +212,19 @@ class World:
                 each.num_preemptions,
                 tuple(each.block_ids),
             )
-            for each in self.unfinished()
+            for each in requests
         }
+        protected = getattr(self.scheduler, "protected", None)
+        protected_id = None if protected is None or protected.status.is_finished else protected.request_id
+        return Start(requests, len(self.scheduler.running), was, auditor, protected_id)
 
-    def do(self, action: Action, shapes: Sequence[Shape], before: Mapping[RequestId, Was]) -> Moment | None:
+    def do(self, action: Action, shapes: Sequence[Shape], start: Start | None = None) -> Moment | None:
         """Do one of the `actions`.
 
         Args:
             action: what happens.
             shapes: of the requests that may arrive.
-            before: `requests()`, which are the same for all actions of a state.
+            start: `start()`, which is the same for all actions of a state.
 
         Returns:
             What came of it; None if nothing has changed, because the request was refused.
@@ -204,58 +233,53 @@ class World:
             Exception: whatever the scheduler raises: it is at fault.
         """
         scheduler: Any = self.scheduler
-        kind = action.kind
-        auditor = SharingAuditor() if hasattr(scheduler, "fork_request") else Auditor()
-        if kind in _AUDITED:
-            auditor.begin(scheduler)
-        moment = Moment(action, scheduler, before, self.memory, auditor)
-        if kind == "schedule" or kind == "retry":
-            if kind == "retry":
-                self.memory = moment.memory = Memory(scheduler.pool.block_size)
-            self._prime(auditor)
-            unfinished = self.unfinished()
-            num_running = 0 if kind == "retry" else len(scheduler.running)  # it loses its batch first
-            moment.output = scheduler.schedule()
-            moment.admissions = self._admissions(moment.output, unfinished[:num_running], unfinished[num_running:])
-            moment.finished = [each for each in unfinished if each.status.is_finished]
-            for operation in self.memory.operations(moment.output, work_of(moment.output)):
-                operation()
+        kind, subject = action.kind, action.subject
+        start = start or self.start()
+        moment = Moment(action, scheduler, start.was, self.memory, start.auditor)
+        if kind == "abort":
+            moment.finished = [_with_id(subject, start.requests)]
+            scheduler.abort_request(subject)
         elif kind == "commit":
             output: SchedulerOutput = scheduler.outstanding
             moment.output = output
             tokens = {each: STOP if each in action.stops else TOKEN for each in _awaited(output)}
             moment.finished = scheduler.update_from_output(output, tokens)
+        elif kind == "error":
+            moment.finished = self._spoil(subject)
+            for request in moment.finished:
+                scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
+        elif kind == "fail":
+            scheduler.recover()
+            self.memory = moment.memory = Memory(scheduler.pool.block_size)
+        elif kind == "schedule" or kind == "retry":
+            if kind == "retry":
+                self.memory = moment.memory = Memory(scheduler.pool.block_size)
+            moment.auditor = self._primed(start.auditor)
+            num_running = 0 if kind == "retry" else start.num_running  # it loses its batch first
+            moment.output, moment.protected = scheduler.schedule(), start.protected
+            moment.admissions = self._admissions(
+                moment.output, start.requests[:num_running], start.requests[num_running:]
+            )
+            moment.finished = [each for each in start.requests if each.status.is_finished]
+            for operation in self.memory.operations(moment.output, work_of(moment.output)):
+                operation()
         elif kind == "arrive":
-            shape = shapes[action.subject]
-            request = Request(self._free_id(), stop_token_ids=STOPS, **shape._asdict())
+            shape = shapes[subject]
+            request = Request(_free_id(start.was), stop_token_ids=STOPS, **shape._asdict())
             request.prompt_token_ids = shape.prompt_token_ids
             try:
                 scheduler.add_request(request)
             except RequestTooLargeError:
                 return None
             self.num_left -= 1
-        elif kind == "fork" or kind == "branch":
-            parent = self.request(action.subject)
+        else:  # "fork", "branch"
+            parent = _with_id(subject, start.requests)
             outputs = None if kind == "fork" else [*parent.output_token_ids[:-1], OTHER]
-            child = scheduler.fork_request(parent.request_id, self._free_id(), outputs)
+            child = scheduler.fork_request(parent.request_id, _free_id(start.was), outputs)
             child.prompt_token_ids = parent.prompt_token_ids
             self.num_left -= 1
-        elif kind == "abort":
-            moment.finished = [self.request(action.subject)]
-            scheduler.abort_request(action.subject)
-        elif kind == "error":
-            moment.finished = self._spoil(action.subject)
-            for request in moment.finished:
-                scheduler.finish_request(request.request_id, RequestStatus.FINISHED_ERROR)
-        else:
-            scheduler.recover()
-            self.memory = moment.memory = Memory(scheduler.pool.block_size)
         moment.num_bypasses, moment.after = self.num_bypasses, self.unfinished()
         return moment
-
-    def request(self, request_id: RequestId) -> Request:
-        """The unfinished request with this id."""
-        return next(each for each in self.unfinished() if each.request_id == request_id)
 
     def key(self, requests: Sequence[Request], own: Sequence[str] = ()) -> int:
         """The state without names, as a number: states with the same number are the same, but for one pair in 10¹⁹.
@@ -268,13 +292,16 @@ class World:
             own: attributes of the scheduler that belong to its state, beyond those that every scheduler has.
         """
         scheduler: Any = self.scheduler
-        pool, output = scheduler.pool, scheduler.outstanding
-        order = {id(each): place for place, each in enumerate(sorted(requests, key=_arrival))}
+        pool, output, host_pool = scheduler.pool, scheduler.outstanding, scheduler.host_pool
+        in_order = requests if len(requests) < 2 else sorted(requests, key=_arrival)
+        order = {id(each): place for place, each in enumerate(in_order)}
         labels: dict[int, int] = {}
-        label = labels.setdefault
         state: list[Any] = [self.num_left, self.num_bypasses, len(scheduler.running), len(scheduler._requests)]
         for each in requests:
-            outputs = each.output_token_ids
+            outputs, block_ids = each.output_token_ids, each.block_ids
+            for block_id in block_ids:
+                if block_id not in labels:
+                    labels[block_id] = len(labels)
             state += (
                 order[id(each)],
                 each.num_prompt_tokens,
@@ -286,39 +313,43 @@ class World:
                 each.num_preemptions > 0,
                 len(outputs) > each.num_outputs_at_admission,
                 len(each.host_block_ids),
-                len(each.block_ids),
+                tuple([labels[block_id] for block_id in block_ids]),
             )
-            state += [label(block_id, len(labels)) for block_id in each.block_ids]
         if output is not None:
-            tokens = output.num_scheduled_tokens
-            state += [(order.get(id(each), -1), tokens[each.request_id]) for each in output.scheduled]
+            state.append(tuple(output.num_scheduled_tokens.values()))
+            state += [order.get(id(each), -1) for each in output.scheduled]
         # The books of a scheduler that is wrong may not agree: so what the blocks' own say is in it too.
-        refs, free = pool.ref_counts, pool.free_list
-        state += [output is None, len(free), sum(refs), *[refs[each] for each in labels if 0 <= each < len(refs)]]
+        refs, free = pool.ref_counts, list(pool.free_list)
+        state += (output is None, len(free), sum(refs))
+        state += [refs[each] for each in labels if 0 <= each < len(refs)]
         state += [each for each in free if each in labels]
-        if scheduler.host_pool is not None:
-            state += (scheduler.host_pool.num_free, sum(scheduler.host_pool.ref_counts))
-        state += [_plain(getattr(scheduler, name), order) for name in own]
+        if host_pool is not None:
+            state += (len(host_pool.free_list), sum(host_pool.ref_counts))
+        for name in own:
+            value = getattr(scheduler, name)
+            state.append(value if type(value) in _PLAIN else _plain(value, order))
         hashes = getattr(pool, "_hash_of", None)
         if hashes:  # blocks that can be found differ by what they hold; the next to be evicted is first
-            found = getattr(pool, "_blocks_of", {})  # not there if a learner keeps the hashes otherwise
+            first = {
+                next(iter(blocks), None) for blocks in getattr(pool, "_blocks_of", {}).values()
+            }  # a learner may keep hashes otherwise
+            blocks, label = self.memory.blocks, labels.get
             for each in (*labels, *free):
                 if each in hashes:
-                    first = next(iter(found.get(hashes[each], ())), None) == each
-                    state += (labels.get(each, -1), first, *self.memory.block(each))
+                    state += (label(each, -1), each in first, *blocks.get(each, ()))
         return hash(tuple(state))
 
-    def _free_id(self) -> int:
-        """The lowest id that no unfinished request has: a client may use an id again."""
-        used = {each.request_id for each in self.unfinished()}
-        return next(number for number in range(len(used) + 1) if number not in used)
-
-    def _prime(self, auditor: Auditor) -> None:
-        """Tell the auditor what the full blocks hold."""
-        if isinstance(auditor, SharingAuditor):
-            for block_id, entries in self.memory.blocks.items():
-                if entries[-1] is not None:
-                    auditor.contents[block_id] = 0, None, None, tuple(entries[-1])
+    def _primed(self, auditor: Auditor) -> Auditor:
+        """A copy that knows what the full blocks hold, and whose notes may change."""
+        primed: Auditor = _new(type(auditor))
+        vars(primed).update(vars(auditor), notes=dict(auditor.notes))
+        if isinstance(primed, SharingAuditor):
+            primed.contents = {
+                block_id: (0, None, None, tuple(entries[-1]))
+                for block_id, entries in self.memory.blocks.items()
+                if entries[-1] is not None
+            }
+        return primed
 
     def _admissions(
         self, output: SchedulerOutput, batch: list[Request], waiting: list[Request]
@@ -341,12 +372,26 @@ class World:
 
     def _spoil(self, request_id: RequestId) -> list[Request]:
         """Have a request of the step compute garbage; the requests of the step that fail with it, itself first."""
-        output = self.scheduler.outstanding
+        output, memory = self.scheduler.outstanding, self.memory
         assert output is not None
         work = [each for each in work_of(output) if not each.request.status.is_finished]
         culprit = next(each for each in work if each.request.request_id == request_id)
-        self.memory.write(culprit, garbage=True)
-        return [each.request for each in work if not self.memory.reads_right(each)]
+        memory.write(culprit, garbage=True)
+        spoilt = set(culprit.block_ids[culprit.start // memory.block_size :])
+        return [
+            each.request
+            for each in work
+            if each is culprit or (not spoilt.isdisjoint(each.block_ids) and not memory.reads_right(each))
+        ]
+
+
+def _with_id(request_id: RequestId, requests: Sequence[Request]) -> Request:
+    return next(each for each in requests if each.request_id == request_id)
+
+
+def _free_id(used: Mapping[RequestId, Was]) -> int:
+    """The lowest id that no unfinished request has: a client may use an id again."""
+    return next(number for number in range(len(used) + 1) if number not in used)
 
 
 def _awaited(output: SchedulerOutput) -> list[RequestId]:
@@ -375,10 +420,6 @@ def _subsets(ids: list[RequestId]) -> Iterable[tuple[RequestId, ...]]:
         yield tuple(each for each, is_chosen in zip(ids, chosen, strict=True) if is_chosen)
 
 
-def _arrival(request: Request) -> tuple[int, int]:
-    return request.arrival_index, request.fork_index
-
-
 def _plain(value: Any, order: Mapping[int, int]) -> Any:
     """A value of a scheduler's own, without names."""
     kind = type(value)
@@ -393,7 +434,8 @@ def _plain(value: Any, order: Mapping[int, int]) -> Any:
     return tuple(_plain(each, order) for each in vars(value).values()) if hasattr(value, "__dict__") else kind.__name__
 
 
-_AUDITED: Final = ("schedule", "commit", "fail")
+_arrival: Final = attrgetter("arrival_index", "fork_index")
+_new: Final[Callable[[type], Any]] = object.__new__
 _PLAIN: Final = frozenset((int, bool, str, float, bytes, type(None)))
 
 Property = Callable[[Moment], str | None]

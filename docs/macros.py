@@ -423,8 +423,8 @@ MINUTES_A_LINE = 1
 
 
 TRIALS = {4: 14, 5: 6, 10: 6}
-"""Phase → the hours that people needed who learned it from its pages, when those were longer; the rule above estimates the
-others."""
+"""Phase → the hours that people needed who learned it from its pages, when those were longer; the rule above
+estimates the others."""
 
 
 def route_table(

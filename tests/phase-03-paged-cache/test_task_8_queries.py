@@ -24,12 +24,19 @@ def two_sequences():
         pytest.param((4, 4, 1, 4), id="4 sequences of 1 query: as many rows as 2 of 2"),
         pytest.param((1, 4, 4, 4), id="1 sequence of 4 queries: as many rows as 2 of 2"),
         pytest.param((3, 4, 1, 4), id="3 sequences"),
-        pytest.param((2, 4, 0, 4), id="no query"),
     ],
 )
 def test_another_batch_is_refused(shape):
-    """The cache holds 2 sequences of 5 tokens. Queries of another batch, or none: ValueError."""
+    """The cache holds 2 sequences of 5 tokens. Queries of another batch: ValueError."""
     call(two_sequences().attend, 0, torch.randn(shape)).raises(ValueError)
+
+
+def test_a_layer_without_entries_is_refused():
+    """append(0, …) and then attend(1, …): the tables have grown, and layer 1 holds no token: ValueError."""
+    cache = PagedKVCache(2, 2, 2, 16, 4, block_size=4)
+    rows = torch.randn(2, 2, 5, 4)
+    call(cache.append, 0, rows, -rows).gives(None)
+    call(cache.attend, 1, torch.randn(2, 4, 5, 4)).raises(ValueError)
 
 
 def test_queries_are_a_tensor():

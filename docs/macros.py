@@ -423,7 +423,8 @@ MINUTES_A_LINE = 1
 
 
 TRIALS = {4: 14, 5: 6, 10: 6}
-"""Phase → the hours that it took people who learned it from these pages; the others are estimated by the rule above."""
+"""Phase → the hours that people needed who learned it from its pages, when those were longer; the rule above
+estimates the others."""
 
 
 def route_table(

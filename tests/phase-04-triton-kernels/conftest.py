@@ -53,9 +53,10 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             if device.type == "cuda":
                 return fn(*args, **kwargs, backend="triton")
             given = inspect.signature(fn).bind(*args, **kwargs).arguments
-            with _watching(_forbidden(**given), given) as log:
+            kernel = _kernel_of(fn.__name__, given)
+            with _watching(_forbidden(**given), given, kernel) as log:
                 got = fn(*args, **kwargs, backend="triton")
-            _check_that_all_is_stored(log, given, got)
+            _check_that_all_is_stored(log, given, got, kernel)
             if "query_start_loc" in given:
                 _check_that_tiles_load_what_they_see(log, **given)
             elif "context_lens" in given:
@@ -72,9 +73,23 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return wrap
 
 
+def _kernel_of(function: str, given: Mapping[str, Any]) -> str | None:
+    """The kernel that stores what a call returns or writes; None if there is nothing to store."""
+    if function == "store_kv":
+        kernel = "quantized_store_kernel" if "k_scale" in given else "store_kernel"
+        return kernel if bool((given["slot_mapping"] >= 0).any()) else None
+    if function == "gather_kv":
+        return "gather_kernel" if given["num_tokens"] else None
+    if not given["q"].numel():
+        return None
+    if function == "paged_prefill_attention":
+        return "prefill_kernel"
+    return "merge_kernel" if given["num_splits"] > 1 else "decode_kernel"
+
+
 @contextmanager
-def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any]) -> Iterator[Log]:
-    """Trace what runs inside, and check its loads and stores afterwards."""
+def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any], kernel: str | None = None) -> Iterator[Log]:
+    """Trace what runs inside, and check its loads and stores afterwards: `kernel` has stored, if one is named."""
     from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import interpreter_builder
 
@@ -97,13 +112,15 @@ def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any]) -> Iter
         stack.enter_context(patch.object(TritonSemantic, "cast", cast))
         log = stack.enter_context(trace(forbid=forbid, **given))
         yield log
+    if kernel is not None and all((each.kernel, each.kind) != (kernel, "store") for each in log.accesses):
+        raise AssertionError(f"{kernel} has stored nothing: the result has to come out of this kernel, not of PyTorch")
     _check_stores(log, given)
     _check_that_a_program_loads_once(log)
 
 
 @pytest.fixture(scope="session")
 def watching() -> Callable[..., Any]:
-    """`with watching(forbid, given): …`, for tests that call a kernel of their own."""
+    """`with watching(forbid, given, kernel): …`, for tests that call a kernel of their own."""
     return _watching
 
 
@@ -164,11 +181,16 @@ def _check_that_a_program_loads_once(log: Log) -> None:
             raise MemoryAccessError(f"{_told(accesses[-1], shape, more[0])} twice: once is enough")
 
 
-def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any) -> None:
-    """Raise if a kernel leaves a part of the output unwritten, because the output is uninitialised."""
+def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any, kernel: str | None) -> None:
+    """Raise if `kernel` leaves a part of the output unwritten, because the output is uninitialised."""
+    if got is None or kernel is None:
+        return
+    outputs = {each.tensor for each in log.accesses if (each.kernel, each.kind) == (kernel, "store")}
+    if all(log.shapes[name] != tuple(got.shape) for name in outputs):
+        raise AssertionError(f"{kernel} stores no tensor {list(got.shape)}, the output's shape")
     for name, shape in log.shapes.items():
         stores = [each for each in log.accesses if (each.tensor, each.kind) == (name, "store")]
-        if name in given or not stores or shape != tuple(getattr(got, "shape", ())):
+        if name in given or not stores or shape != tuple(got.shape):
             continue
         missing = np.ones(math.prod(shape), dtype=bool)
         for access in stores:

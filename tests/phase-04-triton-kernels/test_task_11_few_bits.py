@@ -45,7 +45,7 @@ def linear(device, watching):
         if device.type == "cuda":
             return kernels.linear(hidden, weight, backend="triton").cpu()
         given = {"hidden": hidden, **{name: each for name, each in weight._asdict().items() if each is not None}}
-        with watching({}, given):
+        with watching({}, given, "quantized_linear_kernel" if len(hidden) else None):
             return kernels.linear(hidden, weight, backend="triton")
 
     return linear

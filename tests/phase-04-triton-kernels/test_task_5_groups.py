@@ -122,3 +122,17 @@ def test_queries_more_than_two_billion_numbers_apart(batch, decode, far_apart, d
     """A sequence or a query head times its stride in q may exceed 2³¹ − 1."""
     some = batch([3, 5, 4], 1, 16, 8, dtype=torch.float16)
     decode(some, 3, q=far_apart(torch.randn(3, 3, 16, device=device).half(), dim))
+
+
+def test_a_scale_that_is_given(batch, decode):
+    """Scores are multiplied by `scale`, whatever the head size would suggest."""
+    decode(batch([20, 5], 1, 16, 8), 2, scale=0.75)
+
+
+def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
+    """Tables and lengths are on the GPU: a launcher that reads their values waits for the GPU."""
+    from minicache.kernels import decode
+
+    some, q = batch([9, 5], 1, 16, 8), torch.randn(2, 2, 16, device=device)
+    got = call(reads_no_values(decode.paged_decode_attention), q, *some.paged, scale=1.0).value
+    that("the output's shape", list(got.shape)).gives([2, 2, 16])

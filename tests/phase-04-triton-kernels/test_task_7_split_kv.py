@@ -175,3 +175,12 @@ def test_caches_and_queries_of_more_than_two_billion_numbers(batch, decode, far_
 def test_buffers_of_more_than_two_billion_numbers(last_of_thousands):
     """32,769 sequences, 16 heads of 256 numbers, 16 splits: the last row of acc begins after number 2³¹ − 1."""
     last_of_thousands(num_sequences=32769, num_heads=16, num_splits=16, head_dim=256)
+
+
+def test_the_launcher_does_not_read_lengths(batch, device, reads_no_values):
+    """Tables and lengths are on the GPU: a launcher that reads their values waits for the GPU."""
+    from minicache.kernels import split_kv
+
+    some, q = batch([9, 5], 1, 16, 8), torch.randn(2, 2, 16, device=device)
+    got = call(reads_no_values(split_kv.paged_decode_attention), q, *some.paged, scale=1.0, num_splits=2).value
+    that("the output's shape", list(got.shape)).gives([2, 2, 16])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from benchmarks.verifier import MISSED, PHASES, STAGES
+
 from minicache_course.workspace import find_workspace
 from minicache_course.wrong import load_wrong
 

@@ -1,5 +1,14 @@
 # Phase 0, decode-arithmetic: your file. It stands in for minicache.arithmetic.arithmetic.
 # Write what raises NotImplementedError. `minicache grade 0` grades it, `minicache hint 0.K` helps with task K.
+#
+# Predict, before you write task 0.4. `minicache grade` checks it, without points.
+# Three new tokens follow five that are in the cache. To how many positions do they attend, all three together?
+# 0.4a =
+# A prompt of 100 tokens is computed in two steps, of 60 and 40. How many times are the weights read for it?
+# 0.4b =
+# A model has 48 query heads and 8 KV heads, and a cache in 16 bits. How many FLOPs does attention do for each byte of
+# the cache that it reads, whatever the batch?
+# 0.4c =
 """The cost of a token in bytes and FLOPs, and which of the two limits a step.
 
 Phase 0 builds it: the size of the KV cache, what fits in a memory, and the roofline of prefill and decode. One small

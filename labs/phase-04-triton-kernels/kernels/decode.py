@@ -55,33 +55,18 @@ def attend_range(
     Query row r sees the tokens up to its position, so a row may see nothing of a tile, or of all tiles so far: its
     maximum is then −inf, and −inf − (−inf) is NaN. Subtract 0 instead, and every exp gives 0.
 
-    Per score, in fp32 and in this order: times `scale`; `softcap`; plus slope · (key position − query position); −inf
-    where the token is not visible. The interpreter has no tanh. (1 − e) / (1 + e) with e = exp(−2 |x|) and the sign of
-    x cannot overflow; but for small |x|, as under a large cap, 1 − e cancels: for |x| < 0.03 use x − x³ / 3.
-
     Args of the rows, which are query tokens or query heads, packed by the caller:
         q: queries `[ROWS, PADDED_HEAD_DIM]`, zero past HEAD_DIM. Keys, values and probabilities are converted to q's
             dtype for `tl.dot`, which accumulates in fp32; `input_precision="ieee"` keeps fp32 from becoming TF32.
         query_positions: `[ROWS]`, the position of each row's query token.
-        slopes: `[ROWS]` fp32, ALiBi's slope per row, or None.
 
     Args of the cache:
         k_head_ptr, v_head_ptr: the caches' pointers, advanced to this head.
-        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, num_kv_heads]` fp32, contiguous, or None: a key
-            is the cache's numbers times its token's scale. Multiply the scores by it, and for values the probabilities
-            before the product; row_sum sums the unscaled probabilities. Load a scale under the same mask as its token.
-        kv_head, num_kv_heads: this head's index, and the number of heads.
         block_table_ptr: this sequence's block table, contiguous.
         start, end: the range, run-time integers; `start` need not be a multiple of anything.
         k_strides, v_strides: the caches' strides in elements: of the block, the slot in the block, the head and the
             dimension. Multiply block ids and slots in int64.
-
-    Args that change scores:
         scale: fp32, the factor of the scores.
-        sliding_window: W or None. A row sees its own position and the W − 1 before it.
-        softcap: c or None. score = c · tanh(score / c).
-
-    Constants:
         HEAD_DIM, BLOCK_SIZE: sizes of the cache, any numbers ≥ 1.
         TILE: tokens per tile, a power of two of at least 16, independent of BLOCK_SIZE.
 
@@ -89,10 +74,102 @@ def attend_range(
         row_max `[ROWS]`, the largest score m; row_sum `[ROWS]`, the sum of exp(score − m); acc
         `[ROWS, PADDED_HEAD_DIM]`, the sum of exp(score − m) · value. All fp32. Attention over the range is acc /
         row_sum.
+
+    Options, each None if it is not used (task 6). Per score, in this order: times `scale`; `softcap`; plus slope · (key
+    position − query position); −inf where the token is not visible.
+        softcap: c. score = c · tanh(score / c). The interpreter has no tanh. (1 − e) / (1 + e) with e = exp(−2 |x|) and
+            the sign of x cannot overflow; but for small |x|, as under a large cap, 1 − e cancels: for |x| < 0.03 use
+            x − x³ / 3.
+        slopes: `[ROWS]` fp32, ALiBi's slope per row.
+        sliding_window: W. A row sees its own position and the W − 1 before it.
+
+    Scales per token, or None (task 9):
+        k_token_scale_ptr, v_token_scale_ptr: `[num_blocks, BLOCK_SIZE, num_kv_heads]` fp32, contiguous: a key is the
+            cache's numbers times its token's scale. Multiply the scores by it, right after the product, and for values
+            the probabilities before the product; row_sum sums the unscaled probabilities. Load a scale under the same
+            mask as its token.
+        kv_head, num_kv_heads: this head's index, and the number of heads.
     """
     raise NotImplementedError(
         "phase 4, task 4: One head, through the table; read docs/en/phase-04-triton-kernels/lab/02-one-head.md"
     )
+
+
+@triton.jit
+def attend_group(
+    q,
+    query_positions,
+    heads,
+    present,
+    kv_head,
+    seq,
+    start,
+    end,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    alibi_slopes_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    k_token_scale_ptr,
+    v_token_scale_ptr,
+    scale,
+    sliding_window,
+    softcap,
+    k_strides,
+    v_strides,
+    stride_table_seq,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """`attend_range` from a kernel whose first axis is the key/value head, as decode, split-KV and prefill have it.
+
+    It advances the pointers to the head and the sequence, loads the rows' slopes, and applies the scales that all
+    tokens share: a key is k_scale times the cache's numbers, and the product is linear, so the scores are multiplied,
+    not the keys, and the accumulator, not the values.
+
+    Args of the rows and the range; all others are the arguments of `decode_kernel` of these names:
+        q: queries `[ROWS, PADDED_HEAD_DIM]`, zero where padded.
+        query_positions: `[ROWS]`, the position of each row's query token.
+        heads: `[ROWS]`, the query head of each row.
+        present: `[ROWS]`, False for padding rows.
+        kv_head, seq: this program's key/value head and sequence, both int64.
+        start, end: the range of tokens.
+
+    Result:
+        row_max `[ROWS]`, row_sum `[ROWS]` and acc `[ROWS, PADDED_HEAD_DIM]` of `attend_range`.
+    """
+    slopes = None
+    if alibi_slopes_ptr is not None:
+        slopes = tl.load(alibi_slopes_ptr + heads, mask=present, other=0.0).to(tl.float32)
+    if k_scale_ptr is not None:
+        scale *= tl.load(k_scale_ptr + kv_head)
+    row_max, row_sum, acc = attend_range(
+        q,
+        query_positions,
+        slopes,
+        k_cache_ptr + kv_head * k_strides[2],
+        v_cache_ptr + kv_head * v_strides[2],
+        k_token_scale_ptr,
+        v_token_scale_ptr,
+        kv_head,
+        tl.num_programs(0),
+        block_tables_ptr + seq * stride_table_seq,
+        start,
+        end,
+        scale,
+        sliding_window,
+        softcap,
+        k_strides,
+        v_strides,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        TILE,
+    )
+    if v_scale_ptr is not None:
+        acc *= tl.load(v_scale_ptr + kv_head)
+    return row_max, row_sum, acc
 
 
 @triton.jit
@@ -182,8 +259,8 @@ def paged_decode_attention(
 
     `launch_options`, `new_output`, `per_head`, `per_token` and `rows_contiguous` below provide what every launcher
     needs: constants, an output that is converted to q's dtype at the end, scales as tensors of either kind, tables with
-    contiguous rows. Pass `scale` as a float, since Triton specialises an integer 1 as a constant. An empty batch
-    launches nothing.
+    contiguous rows. What the kernel's docstring calls contiguous, the launcher makes so. Pass `scale` as a float, since
+    Triton specialises an integer 1 as a constant. An empty batch launches nothing.
 
     Args:
         q: queries `[B, H, d]`; any strides.

@@ -34,14 +34,15 @@ def gather_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program copies one head of TILE consecutive tokens: a tile `[TILE, PADDED_HEAD_DIM]`.
+    """Copy the first num_tokens KV entries of one sequence, in token order.
 
-    Grid (H_kv, ⌈num_tokens / TILE⌉): program (h, t) copies head h of the tokens t · TILE, t · TILE + 1, … Programs that
-    differ only in the first index run at the same time, and their heads are adjacent in memory.
+    How the work is divided among programs is open, and with it the grid, these arguments and `TILE`: only `gather_kv`
+    calls this kernel. Each number of the cache is loaded once, and each of the output stored once. The arguments are
+    those of the reference, whose grid is (H_kv, ⌈num_tokens / TILE⌉).
 
-    Tiles are independent of blocks: a tile may cover part of a block or span many, so each token's block is looked up
-    separately. The last tile may reach past num_tokens. Three accesses are masked there: the block table entry, which
-    lies past the blocks in use or past the table; the cache's slot; and the row of the output.
+    Tiles are independent of blocks: a tile may cover part of a block or span many. One may reach past num_tokens, and
+    three accesses are masked there: the block table entry, which lies past the blocks in use or past the table; the
+    cache's slot; and the row of the output.
 
     Pointers:
         cache_ptr: keys or values, `[num_blocks, BLOCK_SIZE, H_kv, HEAD_DIM]`.
@@ -62,7 +63,7 @@ def gather_kernel(
 
 
 def gather_kv(cache: Tensor, block_table: Tensor, num_tokens: int) -> Tensor:
-    """Launch `gather_kernel`: one program per head and tile. `minicache.kernels.gather_kv` checked the arguments.
+    """Launch `gather_kernel` into a new output. `minicache.kernels.gather_kv` has checked the arguments.
 
     Without tokens nothing is launched.
 

@@ -1,5 +1,13 @@
 # Phase 4, triton-kernels: your file. It stands in for minicache.kernels.prefill.
 # Write what raises NotImplementedError. `minicache grade 4` grades it, `minicache hint 4.K` helps with task K.
+#
+# Predict, before you write task 4.8. `minicache grade` checks it, without points.
+# QUERIES = 4, and query_start_loc is (0, 5, 5, 12). How many programs are there for each KV head?
+# 4.8a =
+# What is the number of the third sequence's first tile?
+# 4.8b =
+# How many of the programs return at once?
+# 4.8c =
 """Paged prefill attention: many query tokens per sequence, ragged and causal, over KV blocks. Phase 4 builds it.
 
 The queries of all sequences are concatenated, `query_start_loc` holds the start of each, and they are the newest tokens
@@ -13,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
+from minicache.kernels.decode import attend_group, launch_options, new_output, per_head, per_token, rows_contiguous
 
 
 @triton.jit

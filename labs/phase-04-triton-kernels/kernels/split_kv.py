@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minicache.kernels import configs
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
+from minicache.kernels.decode import attend_group, launch_options, new_output, per_head, per_token, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of `split_kernel` that a multiprocessor holds and needs: see `minicache.kernels.configs`."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
+from minicache.kernels.decode import attend_group, launch_options, new_output, per_head, per_token, rows_contiguous
 
 
 @triton.jit
@@ -103,40 +103,38 @@ def prefill_kernel(
     q_rows = q_ptr + tokens * q_strides[0] + heads * q_strides[1]
     q = tl.load(q_rows[:, None] + dims * q_strides[2], mask=mask, other=0.0).to(DOT_DTYPE)
 
-    slopes = None
-    if alibi_slopes_ptr is not None:
-        slopes = tl.load(alibi_slopes_ptr + heads, mask=present, other=0.0).to(tl.float32)
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head)
     first_position = context_len - query_len
     start = 0
     if sliding_window is not None:
         start = tl.maximum(first_position + first_query - sliding_window + 1, 0)
 
-    _, row_sum, acc = attend_range(
+    _, row_sum, acc = attend_group(
         q,
         first_position + row_queries,
-        slopes,
-        k_cache_ptr + kv_head * k_strides[2],
-        v_cache_ptr + kv_head * v_strides[2],
-        k_token_scale_ptr,
-        v_token_scale_ptr,
+        heads,
+        present,
         kv_head,
-        tl.num_programs(0),
-        block_tables_ptr + seq.to(tl.int64) * stride_table_seq,
+        seq.to(tl.int64),
         start,
         first_position + tl.minimum(first_query + queries, query_len),
+        k_cache_ptr,
+        v_cache_ptr,
+        block_tables_ptr,
+        alibi_slopes_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        k_token_scale_ptr,
+        v_token_scale_ptr,
         scale,
         sliding_window,
         softcap,
         k_strides,
         v_strides,
+        stride_table_seq,
         HEAD_DIM,
         BLOCK_SIZE,
         TILE,
     )
-    if v_scale_ptr is not None:
-        acc *= tl.load(v_scale_ptr + kv_head)
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]  # a padding row may have seen nothing
     out_rows = out_ptr + tokens * out_strides[0] + heads * out_strides[1]
     tl.store(out_rows[:, None] + dims * out_strides[2], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minicache.kernels import configs
-from minicache.kernels.decode import attend_range, launch_options, new_output, per_head, per_token, rows_contiguous
+from minicache.kernels.decode import attend_group, launch_options, new_output, per_head, per_token, rows_contiguous
 
 PROGRAMS_PER_PROCESSOR = 2
 """Programs of `split_kernel` that a multiprocessor holds and needs: see `minicache.kernels.configs`."""
@@ -115,41 +115,39 @@ def split_kernel(
     q_rows = q_ptr + seq * q_strides[0] + heads * q_strides[1]
     q = tl.load(q_rows[:, None] + dims * q_strides[2], mask=mask, other=0.0).to(DOT_DTYPE)
 
-    slopes = None
-    if alibi_slopes_ptr is not None:
-        slopes = tl.load(alibi_slopes_ptr + heads, mask=rows < GROUP, other=0.0).to(tl.float32)
-    if k_scale_ptr is not None:
-        scale *= tl.load(k_scale_ptr + kv_head)
     first = 0
     if sliding_window is not None:
         first = tl.maximum(context_len - sliding_window, 0)
     split_len = tl.cdiv(tl.cdiv(context_len - first, TILE), num_splits) * TILE
     start = first + split * split_len
 
-    row_max, row_sum, acc = attend_range(
+    row_max, row_sum, acc = attend_group(
         q,
         tl.zeros([ROWS], tl.int32) + context_len - 1,
-        slopes,
-        k_cache_ptr + kv_head * k_strides[2],
-        v_cache_ptr + kv_head * v_strides[2],
-        k_token_scale_ptr,
-        v_token_scale_ptr,
+        heads,
+        rows < GROUP,
         kv_head,
-        tl.num_programs(0),
-        block_tables_ptr + seq * stride_table_seq,
+        seq,
         start,
         tl.minimum(start + split_len, context_len),
+        k_cache_ptr,
+        v_cache_ptr,
+        block_tables_ptr,
+        alibi_slopes_ptr,
+        k_scale_ptr,
+        v_scale_ptr,
+        k_token_scale_ptr,
+        v_token_scale_ptr,
         scale,
         sliding_window,
         softcap,
         k_strides,
         v_strides,
+        stride_table_seq,
         HEAD_DIM,
         BLOCK_SIZE,
         TILE,
     )
-    if v_scale_ptr is not None:
-        acc *= tl.load(v_scale_ptr + kv_head)
     partial = (seq * num_heads + heads) * num_splits + split
     tl.store(max_ptr + partial, row_max, mask=rows < GROUP)
     tl.store(sum_ptr + partial, row_sum, mask=rows < GROUP)

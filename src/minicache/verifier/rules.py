@@ -92,7 +92,7 @@ def first_is_not_forgotten(moment: Moment) -> str | None:
 
 @of_steps
 def admits_in_order(moment: Moment) -> str | None:
-    """Whoever is admitted is `next_of` those that wait, and of the batch's compatibility class."""
+    """Each request that is admitted is `next_of` those that wait, and of the batch's compatibility class."""
     scheduler = moment.scheduler
     if not isinstance(scheduler, fair.FairScheduler):
         return None
@@ -108,7 +108,7 @@ def admits_in_order(moment: Moment) -> str | None:
 def next_of(
     scheduler: fair.FairScheduler, waiting: Sequence[Request], batch: Sequence[Request], num_bypasses: int
 ) -> Request | None:
-    """Who is admitted next of those that wait; None if nobody may.
+    """Who is admitted next of those that wait; None if none may.
 
     At the bound the one that arrived first; below it the one that is protected (phase 9), or else the most urgent of
     those that may share the batch. A step that admits does not change who is protected.

@@ -241,8 +241,16 @@ def test_a_preempted_request_has_no_turn(paged, a_request, a_step):
     that("blocks of 0, 1 and 2", [*held(scheduler.running), *held(scheduler.waiting.values())]).gives([2, 1, 0])
 
 
-def test_make_room_is_asked_only_for_lack_of_blocks(paged, a_request, a_step):
-    """With the last block free nothing need be made free; where make_room gives False, nothing more is scheduled."""
+@pytest.mark.parametrize(
+    ("num_requests", "num_blocks", "asked", "scheduled"), [(2, 3, [1], {0: 1}), (1, 1, [0], {}), (1, 2, [], {0: 1})]
+)
+def test_make_room_is_asked_only_for_lack_of_blocks(
+    num_requests, num_blocks, asked, scheduled, paged, a_request, a_step
+):
+    """With the last block free nothing need be made free; where make_room gives False, nothing more is scheduled.
+
+    A request that is alone asks like any other.
+    """
     seen = []
 
     class Refuses(PagedScheduler):
@@ -252,12 +260,12 @@ def test_make_room_is_asked_only_for_lack_of_blocks(paged, a_request, a_step):
             self.waiting.add(request)
             return False
 
-    scheduler = paged([a_request(n, 4) for n in range(2)], cls=Refuses, num_blocks=3)
+    scheduler = paged([a_request(n, 4) for n in range(num_requests)], cls=Refuses, num_blocks=num_blocks)
     a_step(scheduler)
     output = SchedulerOutput()
     call(scheduler.schedule_running, output).gives(None)
-    that("calls of make_room", seen).gives([1])
-    that("num_scheduled_tokens", output.num_scheduled_tokens).gives({0: 1})
+    that("calls of make_room", seen).gives(asked)
+    that("num_scheduled_tokens", output.num_scheduled_tokens).gives(scheduled)
 
 
 def test_requests_finish_as_they_should(paged, a_request, a_step):

@@ -25,9 +25,9 @@ Pairs = Sequence[tuple[int, int]]
 class HostStorage:
     """CPU swap space: the memory of the CPU blocks, which hold the KV entries of requests that are swapped out.
 
-    A block has the same size and dtype here as in the storage. It is contiguous, keys and values of all layers one
-    after the other, so a copy between device and host is one transfer a block. With a GPU the memory is pinned, so the
-    transfer needs no second copy; otherwise it is ordinary memory.
+    A block has the same size and dtype here as in the storage. A copy takes time and memory for the blocks that move,
+    not for all. The layout of this memory is private. With a GPU it is pinned, so a transfer needs no second copy;
+    otherwise it is ordinary memory.
 
     The two storages number their blocks separately: block 3 and CPU block 3 are unrelated.
 

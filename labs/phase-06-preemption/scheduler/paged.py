@@ -1,5 +1,14 @@
 # Phase 6, preemption: your file. It stands in for minicache.scheduler.paged.
 # Write what raises NotImplementedError. `minicache grade 6` grades it, `minicache hint 6.K` helps with task K.
+#
+# Predict, before you write task 6.4. `minicache grade` checks it, without points.
+# Requests 1, 2 and 3 arrive together, prompts of 8 tokens, 12 new tokens each; 7 blocks of 4. In step 1 one of them is
+# preempted, and another in step 5. Which one is preempted in step 5?
+# 6.4a =
+# In which step does it come back?
+# 6.4b =
+# How many preemptions are there until all three have finished?
+# 6.4c =
 """Paged scheduling: memory is allocated as tokens are generated, and taken back when it runs out.
 
 Phase 6 builds it. Nothing is reserved any more: a request is admitted when its tokens fit, and grows by a block when
@@ -115,6 +124,9 @@ class PagedScheduler(Scheduler):
         A request whose `num_new_tokens` exceed max_num_batched_tokens fits into no step's budget. It is admitted if any
         budget is left and no other was admitted before it in this step.
 
+        Of the waiting requests only the head is looked at. `find_prefix` is called once for each head, and what it
+        finds is passed on as `found`.
+
         Args:
             output: the step so far, to which admitted requests are added.
         """
@@ -205,7 +217,8 @@ class PagedScheduler(Scheduler):
 
         If the newest is `request` itself, no request after it is left, and it is preempted too. But if it is alone in
         the batch, every used block is its own and the pool is too small for it: preempted, it would wait forever. It is
-        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
+        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`. It is
+        not counted as preempted.
 
         Args:
             request: of the batch, the one that grows. Those before it are scheduled already.
@@ -238,8 +251,8 @@ class PagedScheduler(Scheduler):
     def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
         """Have the first blocks of a request copied to CPU swap space, and give all its blocks back: it is SWAPPED.
 
-        Its computed tokens stay computed. The pairs (block, CPU block) go into `output.swapped_out`, in the order of
-        the positions, and the CPU blocks into `host_block_ids`, in the same order.
+        `release` gives them back. Its computed tokens stay computed. The pairs (block, CPU block) go into
+        `output.swapped_out`, in the order of the positions, the CPU blocks into `host_block_ids`, in the same order.
 
         Args:
             request: it has left the batch.

@@ -111,6 +111,9 @@ class PagedScheduler(Scheduler):
         A request whose `num_new_tokens` exceed max_num_batched_tokens fits into no step's budget. It is admitted if any
         budget is left and no other was admitted before it in this step.
 
+        Of the waiting requests only the head is looked at. `find_prefix` is called once for each head, and what it
+        finds is passed on as `found`.
+
         Args:
             output: the step so far, to which admitted requests are added.
         """
@@ -215,7 +218,8 @@ class PagedScheduler(Scheduler):
 
         If the newest is `request` itself, no request after it is left, and it is preempted too. But if it is alone in
         the batch, every used block is its own and the pool is too small for it: preempted, it would wait forever. It is
-        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`.
+        finished as FINISHED_CAPACITY (`finish_request`), and named in `output.finished`. It is
+        not counted as preempted.
 
         Args:
             request: of the batch, the one that grows. Those before it are scheduled already.
@@ -261,8 +265,8 @@ class PagedScheduler(Scheduler):
     def swap_out(self, request: Request, num_blocks: int, output: SchedulerOutput) -> None:
         """Have the first blocks of a request copied to CPU swap space, and give all its blocks back: it is SWAPPED.
 
-        Its computed tokens stay computed. The pairs (block, CPU block) go into `output.swapped_out`, in the order of
-        the positions, and the CPU blocks into `host_block_ids`, in the same order.
+        `release` gives them back. Its computed tokens stay computed. The pairs (block, CPU block) go into
+        `output.swapped_out`, in the order of the positions, the CPU blocks into `host_block_ids`, in the same order.
 
         Args:
             request: it has left the batch.

@@ -34,7 +34,6 @@ def main() -> None:
     draw("causal-mask", causal_mask, size=(7.2, 3.1))
     draw("cache-cursor", cache_cursor, size=(7.2, 2.8))
     draw("positions-computed", positions_computed, size=(7.2, 3.5))
-    draw("positions-total", positions_total, size=(7.2, 3.2))
     draw("decode-cost", decode_cost, size=(7.2, 3.6))
     draw("cache-layouts", cache_layouts, size=(7.2, 3.9))
     draw("reservation-waste", reservation_waste, size=(7.2, 3.4))
@@ -132,23 +131,6 @@ def positions_computed(figure: Figure, scheme: Scheme) -> None:
         diagram.text(left, 7.5, f"{' + '.join(map(str, counts))} = {sum(counts)} positions")
     diagram.legend(["prompt", "generated"], 1.6, 8.05, step=4.0)
     diagram.text(10.6, 8.3, "rows: steps · columns: positions", fontsize=SMALL)
-
-
-def positions_total(figure: Figure, scheme: Scheme) -> None:
-    """Positions computed so far against tokens generated, P = 2."""
-    steps = range(1, 501)
-    without = [n * NUM_PROMPT + n * (n - 1) // 2 for n in steps]
-    through = [NUM_PROMPT + n - 1 for n in steps]
-    axes = plot(figure, xlabel="tokens generated, N", ylabel="positions computed so far")
-    for role, dash, label, counts in (
-        ("wasted", "--", "without a cache: N · P + N(N − 1) / 2", without),
-        ("generated", "-", "with a cache: P + N − 1", through),
-    ):
-        axes.plot(steps, counts, dash, color=color(role, scheme), label=label)
-        axes.annotate(f"{counts[-1]:,}", (500, counts[-1]), xytext=(-6, 8), textcoords="offset points", ha="right")
-    axes.set_ylim(top=140_000)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.legend(loc="upper left")
 
 
 def decode_cost(figure: Figure, scheme: Scheme) -> None:

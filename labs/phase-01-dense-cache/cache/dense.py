@@ -1,5 +1,14 @@
 # Phase 1, dense-cache: your file. It stands in for minicache.cache.dense.
 # Write what raises NotImplementedError. `minicache grade 1` grades it, `minicache hint 1.K` helps with task K.
+#
+# Predict, before you write task 1.3. `minicache grade` checks it, without points.
+# A cache of four layers holds 6 tokens. In the next pass, with T = 3, layers 0 and 1 have appended. How many entries
+# has read(1)?
+# 1.3a =
+# What is num_tokens at that moment?
+# 1.3b =
+# Then layers 2 and 3 append too. What is the first number of positions(2)?
+# 1.3c =
 """The dense KV cache: one tensor, one cursor.
 
 Phase 1 builds it. The cache reserves `max_seq_len` slots for every sequence at the start, and a cursor counts how many
@@ -46,7 +55,7 @@ class KVCache:
         device: the `torch.device` of what is stored.
 
     Raises:
-        TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
+        TypeError: a size is not an int (True is none), or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.
     """
 

@@ -99,13 +99,14 @@ def policy_in(file: Path) -> Callable[..., Scheduler]:
     Its clock stands still, and every request is of one class.
 
     Raises:
-        PolicyRefusedError: the file is no policy.
+        PolicyRefusedError: the file is no policy, or, when called, makes no scheduler.
     """
     from minicache_course.arena import Arena
     from minicache_course.arena.limits import load_policy
+    from minicache_course.arena.loop import made_by
 
     create = load_policy(file.read_text(encoding="utf-8"))
-    return lambda **options: create(Arena(options, _now, _service, _step_seconds))
+    return lambda **options: made_by(create, Arena(options, _now, _service, _step_seconds))
 
 
 def _now() -> float:

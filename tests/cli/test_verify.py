@@ -70,10 +70,10 @@ def test_what_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("multilevel", "No rule is broken"), ("least_slack", "→ first_is_not_forgotten: 2 requests")]
+    ("name", "said"), [("multilevel", "No rule is broken"), ("least_slack", "→ classes_stay_apart")]
 )
 def test_a_policy_of_the_arena(name: str, said: str) -> None:
-    """One sets options itself; one has an order of its own, by a clock, and no bound."""
+    """One sets options itself; one has an order of its own, which no compatibility class limits."""
     file = Path(baselines.__file__).with_name(f"{name}.py")
     result = CliRunner().invoke(app, ["verify", "--requests", "2", "--blocks", "3", str(file)])
     assert said in result.output, result.exception

@@ -6,7 +6,7 @@ Parts, with commas between them:
 |---|---|
 | `o:watermark.0.5` | an option of the scheduler, as JSON, or a word |
 | `a003.2.1` | a request arrives: its prompt's tokens, a digit each, max_tokens, priority |
-| `a003.2.1.image.-1.0` | the same, with its group and arrival_time, where these are not the usual ones |
+| `a003.2.1.image.b.-1.0` | the same, with its group, cache_salt and arrival_time, where these are not the usual ones |
 | `s`, `y` | a step is scheduled; the same, and the one before has failed |
 | `c`, `c0-1` | the step is computed, and requests 0 and 1 generate a stop token |
 | `r` | the step fails, and `recover()` is called |
@@ -73,7 +73,7 @@ def written(options: Mapping[str, Any], shapes: Sequence[Shape], actions: Iterab
             shape = shapes[action.subject]
             fields: list[Any] = ["".join(map(str, shape.prompt_token_ids)), shape.max_tokens, shape.priority]
             if shape[3:] != Shape([], 0)[3:]:
-                fields += [shape.group, shape.arrival_time]
+                fields += [shape.group, shape.cache_salt or "", shape.arrival_time]
             parts.append("a" + ".".join(map(str, fields)))
         elif action.kind == "commit":
             parts.append("c" + "-".join(map(str, action.stops)))
@@ -99,12 +99,12 @@ def read(text: str) -> tuple[dict[str, Any], list[Shape], list[Action]]:
                 name, value = rest.removeprefix(":").split(".", 1)
                 options[name] = value if value.isalpha() and value not in ("true", "false") else json.loads(value)
             elif kind == "a":
-                prompt, max_tokens, priority, *more = rest.split(".", 4)
+                prompt, max_tokens, priority, *more = rest.split(".", 5)
                 tokens = prompts.setdefault(prompt, [int(digit) for digit in prompt])
                 shape = Shape(tokens, int(max_tokens), int(priority))
                 if more:
-                    group, time = more
-                    shape = shape._replace(group=group, arrival_time=float(time))
+                    group, salt, time = more
+                    shape = shape._replace(group=group, cache_salt=salt or None, arrival_time=float(time))
                 actions.append(Action("arrive", len(shapes)))
                 shapes.append(shape)
             elif kind == "c":

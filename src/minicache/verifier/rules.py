@@ -86,19 +86,26 @@ def tokens_are_where_they_should_be(moment: Moment) -> str | None:
 def first_is_not_forgotten(moment: Moment) -> str | None:
     """Of any STARVATION_BOUND + 1 admissions in a row, one is of the request that arrived first of all that wait."""
     if moment.num_bypasses > fair.STARVATION_BOUND and isinstance(moment.scheduler, fair.FairScheduler):
-        return f"{moment.num_bypasses} requests in a row were admitted ahead of the one that arrived first"
+        return f"{moment.num_bypasses} admissions in a row went ahead of the request that arrived first"
+    return None
+
+
+@of_steps
+def classes_stay_apart(moment: Moment) -> str | None:
+    """All requests of a batch are of one compatibility class."""
+    scheduler = moment.scheduler
+    if isinstance(scheduler, fair.FairScheduler) and len({request.group for request in scheduler.running}) > 1:
+        return f"{scheduler.running} are in one batch, and of two compatibility classes"
     return None
 
 
 @of_steps
 def admits_in_order(moment: Moment) -> str | None:
-    """Each request that is admitted is `next_of` those that wait, and of the batch's compatibility class."""
+    """Each request that is admitted is `next_of` those that wait."""
     scheduler = moment.scheduler
     if not isinstance(scheduler, fair.FairScheduler):
         return None
     for request, waiting, batch, num_bypasses in moment.admissions:
-        if batch and batch[0].group != request.group:
-            return f"{request!r} is admitted into a batch of another compatibility class"
         best = next_of(scheduler, waiting, batch, num_bypasses)
         if request is not best:
             return f"{request!r} is admitted, and {best!r} should have been, after {num_bypasses} bypasses in a row"
@@ -247,6 +254,7 @@ PROPERTIES: Final[tuple[Property, ...]] = (
     step_is_right,
     tokens_are_where_they_should_be,
     first_is_not_forgotten,
+    classes_stay_apart,
 )
 """What holds of every action, with any scheduler."""
 

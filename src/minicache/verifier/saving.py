@@ -223,7 +223,7 @@ def _fill_request(request: Request, like: Request, flat: tuple[Any, ...]) -> Non
     request.priority = like.priority
     request.arrival_time = like.arrival_time
     request.group = like.group
-    request.cache_salt = None
+    request.cache_salt = like.cache_salt
     request.adapter = None
     (
         _,

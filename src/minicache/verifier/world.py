@@ -66,6 +66,7 @@ class Shape(NamedTuple):
     priority: int = 0
     arrival_time: float = 0.0
     group: str = "text"
+    cache_salt: str | None = None
 
 
 class Was(NamedTuple):

@@ -36,6 +36,18 @@ Place = tuple[int, int]
 """Which request: the numbers of session and turn."""
 
 
+def made_by(policy: Policy, arena: Arena) -> Scheduler:
+    """The scheduler that a policy makes.
+
+    Raises:
+        PolicyRefusedError: it makes something else.
+    """
+    scheduler = policy(arena)
+    if not isinstance(scheduler, Scheduler):
+        raise PolicyRefusedError("create", said("create(arena) returned {got}, no Scheduler", got=repr(scheduler)))
+    return scheduler
+
+
 class PolicyRefusedError(CourseError):
     """A policy breaks a rule of the arena.
 
@@ -188,9 +200,7 @@ class Loop:
             lambda batch: self._machine.cost.step_seconds(StepLoad.of(batch)),
             length,
         )
-        scheduler = self._policy(arena)
-        if not isinstance(scheduler, Scheduler):
-            raise PolicyRefusedError("create", said("create(arena) returned {got}, no Scheduler", got=repr(scheduler)))
+        scheduler = made_by(self._policy, arena)
         self._check_machine(scheduler)
         return observe(scheduler, PolicyAuditor()) if self._audit else scheduler
 

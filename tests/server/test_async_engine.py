@@ -148,6 +148,23 @@ def test_stopping_in_a_long_step_ends_every_stream_at_once(llm: LLM, model: Any)
     run(work)
 
 
+@pytest.mark.parametrize("turns", [0, 1, 2])
+def test_a_drain_that_is_cancelled_as_the_last_answer_ends(llm: LLM, turns: int) -> None:
+    async def work() -> None:
+        engine = AsyncEngine(llm)
+        engine.all_finished.clear()
+        draining = asyncio.create_task(engine.drain(SECONDS))
+        await asyncio.sleep(0.01)
+        engine.all_finished.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        is_cancelled = draining.cancel()
+        await asyncio.wait([draining])
+        assert draining.cancelled() == is_cancelled
+
+    run(work)
+
+
 def test_a_drain_that_is_over_in_time_and_one_that_is_not(llm: LLM, model: Any) -> None:
     gate = Gate(model)
 

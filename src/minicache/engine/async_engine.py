@@ -237,7 +237,8 @@ class AsyncEngine:
         """
         self.is_draining = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.all_finished.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may drop a cancellation
+                await self.all_finished.wait()
         return self.num_unfinished == 0
 
     async def stop(self) -> None:

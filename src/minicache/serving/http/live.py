@@ -92,4 +92,5 @@ async def pictures(ask: AskPicture, stopping: asyncio.Event, seconds: float) -> 
             quiet_since = perf_counter()
             yield b": nothing new\n\n"
         with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may drop a cancellation
+                await stopping.wait()

@@ -517,7 +517,8 @@ class EngineClient(RemoteEngine):
         while self._stopping is None and (left := end - time.monotonic()) > 0:
             self._changed.clear()
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):  # wait_for of Python 3.11 may drop a cancellation
+                    await self._changed.wait()
 
     def _bury(self, replica: Replica, how: str) -> None:
         """A process has ended by itself: end its requests, and account for them."""

@@ -45,7 +45,8 @@ class Slots:
     async def drain(self, seconds: float) -> bool:
         """Wait until nothing is in progress, for so long at most; whether that has come."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._all_finished.wait(), seconds)
+            async with asyncio.timeout(seconds):  # wait_for of Python 3.11 may drop a cancellation
+                await self._all_finished.wait()
         return self.num_unfinished == 0
 
 

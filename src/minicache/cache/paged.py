@@ -35,6 +35,10 @@ class PagedStorage:
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
 
+    Attributes:
+        pool, num_layers, num_kv_heads, head_dim, dtype: as given.
+        device: where the blocks are, a `torch.device`.
+
     Raises:
         TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.

@@ -286,7 +286,7 @@ def growing() -> Table:
 def a_missing_line() -> Table:
     _, each = two_prompts()
     rows = [[each.num_steps] * 2, [40] * 2, [1] * 2, [each.num_prefill_tokens, each.num_prefill_tokens - 81]]
-    return "phase-06-preemption/theory/05", "| | right | without", rows
+    return "phase-06-preemption/theory/04", "| | right | without", rows
 
 
 # --- phase 7 ---

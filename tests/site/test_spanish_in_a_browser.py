@@ -51,7 +51,7 @@ def test_the_playground(browser: Chromium, address: str) -> None:
     assert texts(browser, "[data-pg=scheduler-b] option")[-1] == "sin segundo planificador"
     assert texts(browser, "[data-pg=run], [data-pg=play]") == ["Ejecutar", "Reproducir"]
     (summary,) = texts(browser, "[data-pg=summary]")
-    assert summary.startswith("lotes estáticos (fase 5), paso 3 de 0 a 13. calcula B decode; C decode. 3 en espera, ")
+    assert summary.startswith("batching estático (fase 5), paso 3 de 0 a 13. calcula B decode; C decode. 3 en espera, ")
     assert "admitidas: D" in summary
 
 

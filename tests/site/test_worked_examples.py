@@ -428,7 +428,7 @@ def what_admission_counts() -> Table:
     found = scheduler.find_prefix(b)
     needs, takes = scheduler.blocks_to_admit(b), scheduler.blocks_to_take(b, found)
     rows = [[needs], [needs - len(found)], [takes], [scheduler.pool.num_free]]
-    return "phase-08-prefix-sharing/theory/02", "| it takes | blocks", rows
+    return "phase-08-prefix-sharing/theory/02", "| what B takes | blocks", rows
 
 
 @table

@@ -68,7 +68,7 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     browser.wait_for("document.querySelector('.mc-lab .cm-content')")
     labels = {"Ejecutar los tests", "Parar", "Cerrar", "Pista", "Restaurar", "Descargar", "Importar"}
     assert labels < set(texts(browser, ".mc-lab button"))
-    assert texts(browser, ".mc-status") == ["Tu fichero se queda en este navegador."]
+    assert texts(browser, ".mc-status") == ["Tu archivo se queda en este navegador."]
     browser.evaluate("document.querySelector('.mc-run').click()")
     browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
     assert texts(browser, ".mc-results th") == ["tarea", "tests", "puntos"]

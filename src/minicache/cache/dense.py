@@ -44,7 +44,7 @@ class KVCache:
         device: the `torch.device` of what is stored.
 
     Raises:
-        TypeError: a size is not an int (True is none), or `dtype` is not a floating-point `torch.dtype`.
+        TypeError: a size is not an int (`True` is not one), or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.
     """
 

@@ -135,6 +135,7 @@ def test_two_attempts_of_one_request(membership):
 def test_nothing_is_sent_to_a_replica_that_is_not_there(membership):
     """ValueError for c, and nothing has changed: a c that joins afterwards is idle."""
     call(membership.on_sent, "p", "c").raises(ValueError)
+    that("replica_of", membership.replica_of).gives({})
     membership.join("c", max_unfinished=1)
     shows(membership, a=0, b=0, c=0)
 

@@ -231,12 +231,13 @@ def test_complete_at_the_last_attempt_is_no_error():
     state(stream).gives(([1, 2], "length", False))
 
 
-@pytest.mark.parametrize("stop_token_ids", [(), (STOP,)])
-def test_nothing_after_the_last_token(stop_token_ids):
-    """A replica sends more than was requested: the client gets what it requested."""
-    stream = a_stream(3, stop_token_ids=stop_token_ids)
+@pytest.mark.parametrize(
+    ("max_tokens", "third"), [pytest.param(3, 3, id="max_tokens"), pytest.param(6, STOP, id="a stop token")]
+)
+def test_nothing_after_the_last_token(max_tokens, third):
+    """A replica sends more after the last token, in the same piece and in another: the client gets none of it."""
+    stream = a_stream(max_tokens, stop_token_ids=[STOP])
     attempt = begin(stream)
-    third = STOP if stop_token_ids else 3
     call(stream.receive, attempt, 0, [1, 2, third, 4, 5]).gives([1, 2, third])
     call(stream.receive, attempt, 5, [6]).gives([])
     state(stream).gives(([1, 2, third], None, True))
@@ -334,7 +335,17 @@ def test_another_token_in_the_same_place_is_noticed():
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
     call(stream.receive, attempt, 1, [5, 3]).raises(BrokenStreamError)
+    call(stream.receive, attempt, 0, [1, 5, 3]).raises(BrokenStreamError)
     state(stream).gives(([1, 2], None, True))
+
+
+def test_a_replica_that_counts_fewer_tokens_has_ended():
+    """Two were received, and the replica counts one: nothing is missing, and the stream is finished."""
+    stream = a_stream(6)
+    attempt = begin(stream)
+    call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
+    call(stream.finish, attempt, "stop", 1).gives(None)
+    state(stream).gives(([1, 2], "stop", False))
 
 
 def test_an_end_that_came_too_early_is_noticed():
@@ -435,6 +446,15 @@ def test_nothing_begins_after_the_end():
     call(stream.fail, attempt).gives(False)
     call(stream.receive, attempt, 0, [1]).gives([])
     state(stream).gives(([], "stop", False))
+
+
+def test_nothing_begins_for_a_client_that_has_all_tokens():
+    """All tokens were received, and then the replica refuses the attempt: there is nothing left to request."""
+    stream = a_stream(2)
+    attempt = begin(stream)
+    call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
+    call(stream.refuse, attempt).gives(None)
+    call(stream.begin, "b").raises(ValueError)
 
 
 # Whom to ask next

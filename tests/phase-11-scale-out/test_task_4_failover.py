@@ -151,11 +151,12 @@ def test_the_next_attempt_continues_prompt_and_tokens():
     state(stream).gives(([1, 2, 3, 4, 5, 6], "length", False))
 
 
-def test_a_death_before_the_first_token():
+@pytest.mark.parametrize("seed", [11, 0])
+def test_a_death_before_the_first_token(seed):
     """Nothing was received: the next replica gets the same request, with the same seed."""
-    stream = a_stream(6, seed=11)
+    stream = a_stream(6, seed=seed)
     call(stream.fail, begin(stream)).gives(True)
-    asked(begin(stream, "b")).gives(("b", PROMPT, 6, 11))
+    asked(begin(stream, "b")).gives(("b", PROMPT, 6, seed))
 
 
 def test_a_sampled_stream_does_not_draw_the_same_numbers_again():
@@ -290,7 +291,7 @@ def test_what_comes_twice_is_passed_on_once():
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
     call(stream.receive, attempt, 0, [1, 2]).gives([])
-    call(stream.receive, attempt, 1, [2, 3]).gives([3])
+    call(stream.receive, attempt, 1, (2, 3)).gives([3])  # any sequence
     call(stream.receive, attempt, 0, [1]).gives([])
     call(stream.receive, attempt, 3, [3]).gives([3])  # the token 3 again, and not the same one
     state(stream).gives(([1, 2, 3, 3], None, True))
@@ -520,6 +521,14 @@ def test_the_client_leaves_between_two_attempts():
     call(stream.abort).gives(None)
     state(stream).gives(([], "abort", False))
     call(stream.begin, "b").raises(ValueError)
+
+
+def test_the_client_leaves_before_the_end_is_reported():
+    """All tokens were received, but no end: the stream is not finished yet, so it is aborted."""
+    stream = a_stream(2)
+    call(stream.receive, begin(stream), 0, [1, 2]).gives([1, 2])
+    call(stream.abort)
+    state(stream).gives(([1, 2], "abort", False))
 
 
 def test_leaving_after_the_end_changes_nothing():

@@ -123,7 +123,7 @@ def test_an_attempt_ends_once(membership):
 
 
 def test_a_replica_may_get_more_than_it_takes(membership):
-    """Routers leave out a full replica; what was sent to it all the same counts."""
+    """Routers leave out a full replica; what was sent to it still counts."""
     membership.join("c", max_unfinished=1)
     send(membership, "c", "p", "q")
     shows(membership, a=0, b=0, c=2)

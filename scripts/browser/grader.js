@@ -25,7 +25,7 @@ export class Grader {
     this.onLoading = onLoading;
   }
 
-  /** Load Pythons for the next gradings, one after the other, and none beside a grading. */
+  /** Load Pythons for the next gradings, one after the other, and none while one runs. */
   prepare() {
     if (this.#isLoading || this.#isClosed || this.#spares.length === SPARES) return;
     this.#isLoading = true;

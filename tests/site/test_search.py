@@ -1,4 +1,4 @@
-"""The search finds what readers ask for: twenty questions in English, ten in Spanish, each with the pages that answer it."""
+"""The search finds what readers ask for: twenty questions in English, ten in Spanish, and the pages that answer."""
 
 import json
 from collections.abc import Iterator

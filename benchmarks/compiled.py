@@ -12,6 +12,7 @@ all of them, over one byte a number also with a scale for each token, and of the
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -140,6 +141,8 @@ def reason(error: BaseException) -> str:
     """What went wrong first, in a line: Triton's own message quotes the whole kernel above it."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(node := getattr(error, "node", None), ast.Raise):  # of a function of the kernel that is not written
+        return ast.unparse(node)
     return f"{type(error).__name__}: {str(error).strip().rpartition(chr(10))[2]}"
 
 

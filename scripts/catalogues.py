@@ -43,7 +43,7 @@ NOT_FOR_LEARNERS = ("language", "notebook", "server", "symbols", "templates", "w
 TYPERS = (
     "Arguments", "Options", "Commands", "Error", "Aborted.", "[required]", "[default: {}]", "[env var: {}]",
     "Try [blue]'{command_path} {help_option}'[/] for help.", "Show this message and exit.", "Missing command.",
-    "No such command {name!r}.", "required", "default: {default}",
+    "No such command {name!r}.", "required", "default: {default}", "[OPTIONS]", "COMMAND [ARGS]...",
 )  # fmt: skip
 
 _WORD = re.compile(r"[a-z]{2,}")

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from gettext import gettext as _
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def figures(*headings: str, **style: Any) -> Table:
 
 def latencies(title: str, rows: Iterable[tuple[str, Summary, float]]) -> Table:
     """Distributions: the name of each, what it is, and what its numbers are multiplied with."""
-    table = figures("", "mean", "p50", "p90", "p99", "max", title=title, **REPORT)
+    table = figures("", _("mean"), "p50", "p90", "p99", _("max"), title=title, **REPORT)
     for name, summary, scale in rows:
         table.add_row(name, *[digits(scale * value) for value in astuple(summary)])
     return table

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from gettext import gettext as _
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -127,7 +128,7 @@ def simulate(run: Run, mine: Mine = False, **engine: Any) -> None:
     title = f"{run.count:,} × {traffic.title} at {rate:g}/s · {run.scheduler} · {machine.name}{fleet}"
     _show(report, title, console)
     if report.num_refused:
-        console.print(f"{report.num_refused:,} requests were refused{refusal}", soft_wrap=True)
+        console.print(_("{count:,} requests were refused").format(count=report.num_refused) + refusal, soft_wrap=True)
     if run.out is not None:
         settings = {name: getattr(run, name) for name in ("workload", "count", "seed", "scheduler", "replicas")}
         settings |= {"rate": rate, "machine": machine.name, "kv_cache_dtype": kv_cache_dtype, "policy": policy}
@@ -226,7 +227,7 @@ def _serve(
             trace=None if lines is None else lambda step: lines.write(to_json(step) + "\n"),
             skip_quiet=not mine,  # a learner's scheduler is called at every step
         )
-        with progress(console, "Serving", traffic.count) as tell:
+        with progress(console, _("Serving"), traffic.count) as tell:
             return simulation.run(tell)
 
 
@@ -242,7 +243,7 @@ def _serve_by_fleet(
     from minicache.simulator.fleet import FleetSimulation
 
     simulation = FleetSimulation(router, make_scheduler, machine.cost, traffic, num_replicas=num_replicas)
-    with progress(console, "Serving", traffic.count) as tell:
+    with progress(console, _("Serving"), traffic.count) as tell:
         return simulation.run(tell)
 
 
@@ -254,37 +255,44 @@ def _show(report: ServingReport | FleetReport, title: str, console: Console) -> 
     from minicache.simulator.report import ServingReport
 
     felt = [
-        ("time to first token, s", report.ttft, 1.0),
-        ("time per output token, ms", report.tpot, 1e3),
-        ("end-to-end latency, s", report.latency, 1.0),
+        (_("time to first token, s"), report.ttft, 1.0),
+        (_("time per output token, ms"), report.tpot, 1e3),
+        (_("end-to-end latency, s"), report.latency, 1.0),
     ]
     done = f"{report.num_finished:,} / {report.num_refused:,} / {report.num_outgrown:,}"
     computed = f"{report.num_computed_tokens:,}"
     loaded = " · ".join(f"{name} {number:,}" for name, number in report.tier_hit_tokens.items())
-    rates = f"{report.requests_per_second:.3g} requests/s, {report.tokens_per_second:,.0f} tokens/s"
-    rows = [("finished / refused / outgrown", done), ("throughput", rates)]
+    rates = _("{requests:.3g} requests/s, {tokens:,.0f} tokens/s").format(
+        requests=report.requests_per_second, tokens=report.tokens_per_second
+    )
+    rows = [(_("finished / refused / outgrown"), done), (_("throughput"), rates)]
     if isinstance(report, ServingReport):
-        felt.insert(2, ("normalised latency, ms/token", report.normalized_latency, 1e3))
+        felt.insert(2, (_("normalised latency, ms/token"), report.normalized_latency, 1e3))
         rows += [
-            ("batch size, mean / max", f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
-            ("memory in use, mean / max", f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
-            ("preemptions", f"{report.num_preemptions:,}"),
-            ("tokens computed / recomputed", f"{computed} / {report.num_recomputed_tokens:,}"),
-            ("blocks swapped", f"{report.num_swapped_blocks:,}"),
-            ("makespan", f"{report.makespan:,.1f} s in {report.num_steps:,} steps"),
+            (_("batch size, mean / max"), f"{report.mean_batch_size:.1f} / {report.max_batch_size}"),
+            (_("memory in use, mean / max"), f"{report.mean_memory:.1%} / {report.max_memory:.1%}"),
+            (_("preemptions"), f"{report.num_preemptions:,}"),
+            (_("tokens computed / recomputed"), f"{computed} / {report.num_recomputed_tokens:,}"),
+            (_("blocks swapped"), f"{report.num_swapped_blocks:,}"),
+            (_("makespan"), _("{time:,.1f} s in {steps:,} steps").format(time=report.makespan, steps=report.num_steps)),
         ]
     else:
         sent = sorted(each.num_sent for each in report.replicas)
         busy = sum(each.busy_seconds for each in report.replicas) / (report.replica_seconds or 1.0)
         rows += [
-            ("prompt tokens found in a prefix cache", f"{report.hit_rate:.1%}"),
-            ("tokens computed", computed),
-            ("requests per replica, min / max", f"{sent[0]:,} / {sent[-1]:,}"),
-            ("replicas busy, mean", f"{busy:.1%}"),
-            ("makespan", f"{report.makespan:,.1f} s, {report.replica_seconds / 3600:.3g} replica-hours"),
+            (_("prompt tokens found in a prefix cache"), f"{report.hit_rate:.1%}"),
+            (_("tokens computed"), computed),
+            (_("requests per replica, min / max"), f"{sent[0]:,} / {sent[-1]:,}"),
+            (_("replicas busy, mean"), f"{busy:.1%}"),
+            (
+                _("makespan"),
+                _("{time:,.1f} s, {hours:.3g} replica-hours").format(
+                    time=report.makespan, hours=report.replica_seconds / 3600
+                ),
+            ),
         ]
     if loaded:
-        rows.append(("tokens loaded from tiers", loaded))
+        rows.append((_("tokens loaded from tiers"), loaded))
     console.print(latencies(title, felt))
     console.print(facts(rows))
 

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from gettext import gettext as _
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -94,12 +95,14 @@ def grade_class(folder: Submissions, phase: PhaseOption, how: Grading) -> None:
         known = {each for row in book.rows.values() for each in (row.student, row.id)}
         known |= {each for submission in submissions for each in (submission.student, submission.id)}
         if unknown := sorted(set(late_days or {}) - known):
-            _warn(f"{how.late} lists students without a submission: {', '.join(unknown)}")
+            _warn(
+                _("{file} lists students without a submission: {names}").format(file=how.late, names=", ".join(unknown))
+            )
         with (
             Class(workspace, graded_phase, jobs=how.jobs, timeout=how.timeout, seed=how.seed) as graded_class,
             progress_bar(Console(stderr=True)) as progress,
         ):
-            bar = progress.add_task("submissions", total=len(todo))
+            bar = progress.add_task(_("submissions"), total=len(todo))
             for done in graded_class.grade(todo):
                 book.put(dated(done.row(graded_phase)))
                 num_done += 1
@@ -109,16 +112,20 @@ def grade_class(folder: Submissions, phase: PhaseOption, how: Grading) -> None:
                     _report(done, how.reports)
     except KeyboardInterrupt:
         goes_on = shlex.join(["minicache", *sys.argv[1:]]) + ("" if how.resume or how.only else " --resume")
-        _warn(f"interrupted: {num_done} of {len(todo)} graded and saved in {how.csv}. To resume: {goes_on}")
+        stopped = _("interrupted: {done} of {total} graded and saved in {file}. To resume: {command}")
+        _warn(stopped.format(done=num_done, total=len(todo), file=how.csv, command=goes_on))
         raise typer.Exit(130) from None
     if how.junit:
         write_class_junit(list(book.rows.values()), graded_phase, how.junit)
     for (platform, sheet), fill in sheets.items():
         _fill_in(fill(book.rows.values()), sheet, how.csv.with_name(f"{how.csv.stem}-{platform}.csv"))
     if not_graded := sorted(name for name, row in book.rows.items() if not row.is_graded):
-        _warn(f"not graded: {', '.join(not_graded)}. See the notes in {how.csv}; `--resume` tries again")
-    kept = f", {len(book.rows) - num_done} of them graded earlier" if len(book.rows) > num_done else ""
-    _say(f"{len(book.rows)} submissions in {how.csv}{kept}")
+        missing = _("not graded: {names}. See the notes in {file}; `--resume` tries again")
+        _warn(missing.format(names=", ".join(not_graded), file=how.csv))
+    earlier = len(book.rows) - num_done
+    told = _("{count} submissions in {file}, {earlier} of them graded earlier")
+    told = told if earlier else _("{count} submissions in {file}")
+    _say(told.format(count=len(book.rows), file=how.csv, earlier=earlier))
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -161,7 +168,8 @@ def autograder(
     workspace = find_workspace()
     graded_phase = workspace.course.phase(phase)
     write_autograder(workspace, graded_phase, output, seed)
-    _say(f"{output}: upload it under Configure Autograder. Set the assignment's points to {graded_phase.points}.")
+    told = _("{file}: upload it under Configure Autograder. Set the assignment's points to {points}.")
+    _say(told.format(file=output, points=graded_phase.points))
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -175,7 +183,7 @@ def similarity(
     from minicache_teach.similarity import compare, fingerprints, write_csv, write_html
 
     workspace, compared_phase = _open(phase, folder)
-    submissions, _ = find_submissions(folder, workspace.course, compared_phase)
+    submissions = find_submissions(folder, workspace.course, compared_phase)[0]
     prints, notes = fingerprints(compared_phase, submissions)
     for note in notes:
         _warn(note)
@@ -187,8 +195,9 @@ def similarity(
         write_html(compared_phase, prints, pairs, html)
     if csv:
         write_csv(pairs, csv)
-    written = " and ".join(str(each) for each in (html, csv) if each)
-    _say(f"{len(pairs)} pairs" + (f" in {written}" if written else ""))
+    written = ", ".join(str(each) for each in (html, csv) if each)
+    told = _("{count} pairs in {files}") if written else _("{count} pairs")
+    _say(told.format(count=len(pairs), files=written))
 
 
 @app.command(rich_help_panel=_PANEL)
@@ -212,10 +221,11 @@ def check_record(
             continue
         versions = {str(each["version"]) for each in record["tasks"]} or {str(record["version"])}
         graded_by = printable(", ".join(sorted(versions)))
-        _say(f"{file}: {record['earned']}/{record['points']} points, graded by minicache {graded_by}")
+        told = _("{file}: {earned}/{points} points, graded by minicache {version}")
+        _say(told.format(file=file, earned=record["earned"], points=record["points"], version=graded_by))
         if labs and (changed := changed_files(record, labs)):
             num_bad += 1
-            _warn(f"{file}: not the files that were graded: {', '.join(changed)}")
+            _warn(_("{file}: not the files that were graded: {names}").format(file=file, names=", ".join(changed)))
     if num_bad:
         raise typer.Exit(1)
 
@@ -231,9 +241,18 @@ def check_report(
     from minicache_course.load_report import read_report
 
     served = read_report(report)
-    latencies = f"TTFT {served.ttft:.3g} s, TPOT {served.tpot:.3g} s (99th percentiles)"
-    files = f"{len(served.lab_files)} of the learner's files"
-    _say(f"{served.num_ok} of {served.num_requests} answered, {latencies}, {files}")
+    told = _(
+        "{ok} of {all} answered, TTFT {ttft:.3g} s, TPOT {tpot:.3g} s (99th percentiles), {own} of the learner's files"
+    )
+    _say(
+        told.format(
+            ok=served.num_ok,
+            all=served.num_requests,
+            ttft=served.ttft,
+            tpot=served.tpot,
+            own=len(served.lab_files),
+        )
+    )
     misses = served.misses(find_workspace(labs), ttft, tpot)
     for miss in misses:
         _warn(miss)
@@ -294,7 +313,7 @@ def _sheets(phase: Phase, how: Grading) -> dict[tuple[str, Path], _Fill]:
     if how.moodle:
         worksheet = read_csv(how.moodle)
         sheets["moodle", how.moodle] = lambda rows: fill_moodle(worksheet, rows, phase)
-    for (_, sheet), fill in sheets.items():
+    for (_platform, sheet), fill in sheets.items():
         try:
             fill([])
         except CourseError as error:
@@ -305,12 +324,14 @@ def _sheets(phase: Phase, how: Grading) -> dict[tuple[str, Path], _Fill]:
 def _fill_in(filled: Filled, original: Path, file: Path) -> None:
     """Write a platform's sheet, and tell what a teacher should know before it is imported."""
     write_sheet(original, filled.sheet, file)
-    scaled = f", scaled to {as_number(filled.maximum)} points" if filled.maximum else ""
-    _say(f"{filled.num_filled} grades in {file}{scaled}")
+    told = _("{count} grades in {file}, scaled to {points} points") if filled.maximum else _("{count} grades in {file}")
+    points = as_number(filled.maximum) if filled.maximum else ""
+    _say(told.format(count=filled.num_filled, file=file, points=points))
     if filled.left_out:
-        _warn(f"missing from {original}, or ambiguous: {', '.join(filled.left_out)}")
+        _warn(_("missing from {file}, or ambiguous: {names}").format(file=original, names=", ".join(filled.left_out)))
     if filled.kept:
-        _warn(f"left unchanged in {original}, excused or not assigned: {', '.join(filled.kept)}")
+        kept = _("left unchanged in {file}, excused or not assigned: {names}")
+        _warn(kept.format(file=original, names=", ".join(filled.kept)))
 
 
 def _report(done: Grade, folder: Path) -> None:
@@ -323,7 +344,7 @@ def _report(done: Grade, folder: Path) -> None:
 
 
 def _tell(done: Grade) -> None:
-    earned = f"{done.result.earned}/{done.result.points}" if done.result else "not graded"
+    earned = f"{done.result.earned}/{done.result.points}" if done.result else _("not graded")
     message = f"{escape(done.submission.student)}: {earned}  [dim]{escape(done.note)}[/]"
     console.print(message, highlight=False, soft_wrap=True)
 

@@ -205,3 +205,19 @@ def test_the_f_strings_of_a_marked_module_are_said(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=" 1 numbers, large") as raised:
         module.fail()
     assert raised.traceback[-1].lineno == 10  # counted from 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["hint"], "Falta N.K."),
+        (["grade", "--tsk", "1"], "No existe la opción --tsk. ¿Querías decir --task?"),
+        (["grade", "1", "2"], "Esto sobra: 2"),
+        (["simulate", "--rate"], "--rate necesita un valor."),
+        (["grad"], "No hay ningún comando 'grad'. ¿Querías decir 'grade'?"),
+    ],
+)
+def test_a_refusal_of_the_arguments(arguments: list[str], told: str) -> None:
+    printed = run("--lang", "es", *arguments, status=2)
+    assert told in printed
+    assert "Usage" not in printed

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import socket
 import threading
 import time
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache, partial, wraps
 from queue import SimpleQueue
 
 import pytest
@@ -77,16 +78,39 @@ def _sleep_elsewhere(sleep, loops_thread, seconds):
     sleep(seconds)
 
 
-class CountingLoop(asyncio.SelectorEventLoop):
-    """An event loop that counts the calls that are scheduled in it, now or later, and waits that do not wait."""
+def _in_the_loop(method, loops_thread, errors):
+    """A method of `AnswerStream` that another thread must not call."""
 
-    num_asked, num_set_waits = 0, 0
+    @wraps(method)
+    def checked(stream, *arguments):
+        __tracebackhide__ = True
+        if threading.get_ident() != loops_thread:
+            called = f"stream.{method.__name__}() in the engine's thread"
+            got = "nothing wakes the event loop, and the reader may sleep on"
+            errors.append(error := CheckFailed(called, got, "`call_in_loop`: streams belong to the event loop"))
+            raise error
+        return method(stream, *arguments)
+
+    return checked
+
+
+class CountingLoop(asyncio.SelectorEventLoop):
+    """An event loop that counts the calls that are scheduled in it, now or later, and waits that do not wait.
+
+    Attributes:
+        seconds_ahead: of its clock; a test that sets it lets a time limit pass without waiting.
+    """
+
+    num_asked, num_set_waits, seconds_ahead = 0, 0, 0.0
+
+    def time(self):
+        return super().time() + self.seconds_ahead
 
     def _run_once(self):
         self.num_set_waits = 0
         super()._run_once()
 
-    async def wait_for_event(self, wait, event):
+    def wait_for_event(self, wait, event):
         """`asyncio.Event.wait`. With a set event it returns at once, and a loop around it stops the event loop."""
         __tracebackhide__ = True
         self.num_set_waits += event.is_set()
@@ -96,7 +120,7 @@ class CountingLoop(asyncio.SelectorEventLoop):
                 f"it returns at once, more than {MAX_SET_WAITS} times in one iteration of the event loop",
                 "an event that was cleared: a set one is no wait, and every other client waits for this loop",
             )
-        return await wait(event)
+        return wait(event)
 
     def call_soon(self, *arguments, **options):
         self.num_asked += 1
@@ -131,16 +155,18 @@ class Scenario:
 
         loop = self.loop = CountingLoop()
         loop.set_debug(True)
-        loop.slow_callback_duration = 60.0
+        loop.slow_callback_duration = math.inf
         loop.set_exception_handler(self._note)
-        sleep, wait = time.sleep, asyncio.Event.wait
-        time.sleep = partial(_sleep_elsewhere, sleep, threading.get_ident())
-        asyncio.Event.wait = lambda event: loop.wait_for_event(wait, event)
-        try:
-            loop.run_until_complete(play())
-        finally:
-            time.sleep, asyncio.Event.wait = sleep, wait
-            self._close(loop)
+        here, wait = threading.get_ident(), asyncio.Event.wait
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(time, "sleep", partial(_sleep_elsewhere, time.sleep, here))
+            patch.setattr(asyncio.Event, "wait", lambda event: loop.wait_for_event(wait, event))
+            for name in ("accept", "put", "fail"):
+                patch.setattr(AnswerStream, name, _in_the_loop(getattr(AnswerStream, name), here, self.errors))
+            try:
+                loop.run_until_complete(play())
+            finally:
+                self._close(loop)
 
     def engine(self, llm, **options):
         """An engine that was started, on `llm`; it is ended with the scenario."""
@@ -237,6 +263,12 @@ class Scenario:
         if not task.done():
             raise CheckFailed(called, "it sleeps on", "that it wakes at once, without polling")
         return self.outcome(called, task)
+
+    def check_no_task_is_left(self):
+        """No task may be left running but the test."""
+        __tracebackhide__ = True
+        left = [str(task.get_coro()) for task in asyncio.all_tasks() - {asyncio.current_task()}]
+        that("tasks that are left running", left).gives([])
 
     async def what_ends(self, engine):
         """What has ended the engine's thread: the type of each error; [] if nothing has."""

@@ -168,13 +168,15 @@ def test_no_wake_up_is_lost(scenario, a_stream, a_chunk, what):
 # The end
 
 
-def test_nothing_comes_after_the_last_chunk(scenario, a_stream, a_chunk):
+@pytest.mark.parametrize("reason", ["stop", "length", "capacity"])
+def test_nothing_comes_after_the_last_chunk(scenario, a_stream, a_chunk, reason):
     """After the last chunk `take()` returns [], however often it is called, and `async for` ends."""
 
     async def main():
         stream, left = a_stream()
         stream.put(a_chunk("the"))
-        stream.put(a_chunk(" end", "stop"))
+        stream.put(a_chunk(" end", reason))
+        that(f"stream.num_unfinished after a chunk whose finish_reason is {reason!r}", stream.num_unfinished).gives(0)
         that("texts that take() gives", texts(await scenario.result("stream.take()", stream.take()))).gives(
             ["the", " end"]
         )
@@ -211,18 +213,20 @@ def test_a_stream_of_two_answers_ends_with_the_second(scenario, a_stream, a_chun
 # An error
 
 
-def test_an_error_comes_after_the_chunks(scenario, a_stream, a_chunk):
+@pytest.mark.parametrize("reason", [None, "stop"])
+def test_an_error_comes_after_the_chunks(scenario, a_stream, a_chunk, reason):
     """The stream is failed while two chunks wait: `take()` returns these first, and then raises the error."""
 
     async def main():
         stream, left = a_stream()
         stream.put(a_chunk("the"))
-        stream.put(a_chunk(" cat"))
+        stream.put(a_chunk(" cat", reason))
         call(stream.fail, BROKEN).gives(None)
         outcome = await scenario.ask("stream.take(), of a failed stream with two chunks", stream.take())
-        outcome.gives([a_chunk("the"), a_chunk(" cat")])
-        for _ in range(2):
-            outcome = await scenario.ask("stream.take(), of a failed stream without chunks", stream.take())
+        outcome.gives([a_chunk("the"), a_chunk(" cat", reason)])
+        for number in (1, 2):
+            called = f"stream.take(), of a failed stream whose chunks are fetched, call {number} of 2"
+            outcome = await scenario.ask(called, stream.take(), "a StepFailedError, each time")
             outcome.raises(StepFailedError, saying="the model broke")
         stream.close()
         that("what `leave` was called with, by close() of a failed stream", left).gives([])

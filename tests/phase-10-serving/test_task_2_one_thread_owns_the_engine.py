@@ -14,6 +14,121 @@ from minicache_course.checks import call, that
 PROMPTS = {"a": [1, 2, 3], "b": [7], "c": [5] * 9}
 
 
+# deliver
+
+
+@pytest.mark.parametrize("texts", [("", "x"), ("",)])
+def test_a_chunk_without_text_is_delivered(scenario, tiny_llm, a_chunk, texts):
+    """A token may add no text, half of a character for one. Its chunk reaches the stream: it counts as a token."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        engine.call_in_loop = lambda function, *arguments: function(*arguments)
+        engine.yield_to_loop = lambda: None
+        chunks = [a_chunk(text) for text in texts]
+        engine.deliver(chunks)
+        stream.put(a_chunk("the next step's"))
+        called = f"take() of a stream, after the texts {list(texts)} and then one more were delivered"
+        (await scenario.ask(called, stream.take())).gives([*chunks, a_chunk("the next step's")])
+
+    scenario.run(main)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 3])
+def test_deliver_makes_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
+    """All chunks of a step are one call of the event loop, for which the thread then waits; without chunks neither."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        calls = []
+
+        def call_in_loop(function, *arguments):
+            calls.append("call_in_loop")
+            function(*arguments)
+
+        engine.call_in_loop = call_in_loop
+        engine.yield_to_loop = lambda: calls.append("yield_to_loop")  # there is no thread to wait in
+        chunks = [a_chunk("x" * (number + 1)) for number in range(num_chunks)]
+        call(engine.deliver, chunks).gives(None)
+        expected = ["call_in_loop", "yield_to_loop"] if chunks else []
+        that(f"what deliver calls, of {num_chunks} chunks", calls).gives(expected)
+        if chunks:
+            (await scenario.ask("take() of their stream", stream.take())).gives(chunks)
+
+    scenario.run(main)
+
+
+# dispatch
+
+
+def test_dispatch_gives_chunks_to_their_streams(scenario, tiny_llm, a_chunk):
+    """Each chunk goes to the stream of its request; a finished answer frees its slot, and its time is noted."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        streams = {name: AnswerStream(name, n, lambda stream: None) for name, n in (("a", 1), ("b", 2))}
+        engine.streams.update(streams)
+        engine.num_unfinished = 4  # and one that is none of theirs
+        before = time.monotonic()
+        chunks = {
+            "a": [a_chunk("one"), a_chunk("two", "stop")],
+            "b": [a_chunk("un", "capacity", request_id="b", index=1), a_chunk("deux", request_id="b")],
+        }
+        call(engine.dispatch, [chunks["a"][0], chunks["b"][0], chunks["b"][1], chunks["a"][1]]).gives(None)
+        told = "engine.streams: the only answer of 'a' has ended, and one of two of 'b'"
+        that(told, list(engine.streams)).gives(["b"])
+        for name, stream in streams.items():
+            (await scenario.ask(f"take() of stream {name!r}", stream.take())).gives(chunks[name])
+        that("engine.num_unfinished: of 4 answers, 2 have ended", engine.num_unfinished).gives(2)
+        that("how many timestamps finished_at has", len(engine.finished_at)).gives(2)
+        engine.dispatch([a_chunk("fin", "stop", request_id="b")])
+        that("engine.num_unfinished, when 3 of 4 have ended", engine.num_unfinished).gives(1)
+        that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
+        times = list(engine.finished_at)
+        that("how many timestamps finished_at has", len(times)).gives(3)
+        seconds = [round(each - before, 6) for each in (*times, time.monotonic())]
+        told = f"finished_at is {seconds[:-1]}, in seconds of time.monotonic() since the test began {seconds[-1]} s ago"
+        that(
+            f"{told}: whether the newest is last, and all lie in between", [0, *seconds] == sorted([0, *seconds])
+        ).gives(True)
+
+    scenario.run(main)
+
+
+def test_the_last_finished_answer_clears_finished_at(scenario, tiny_llm, a_chunk):
+    """The last unfinished answer ends: `finished_at` is empty again, or a pause would look like slow service."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        engine.dispatch([a_chunk("one", "stop")])
+        that("engine.num_unfinished, when the last has ended", engine.num_unfinished).gives(0)
+        that("engine.finished_at, when none is unfinished", list(engine.finished_at)).gives([])
+
+    scenario.run(main)
+
+
+def test_dispatch_drops_a_chunk_without_a_stream(scenario, tiny_llm, a_chunk):
+    """A chunk whose client has left meanwhile is dropped: no error, no slot is freed; the others get theirs."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
+        engine.num_unfinished = 1
+        call(engine.dispatch, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
+        (await scenario.ask("take() of a stream whose chunk was behind the dropped one", stream.take())).gives(
+            [a_chunk("here")]
+        )
+        that("engine.num_unfinished, after the end of a request without a stream", engine.num_unfinished).gives(1)
+
+    scenario.run(main)
+
+
 # What comes of it
 
 
@@ -275,119 +390,5 @@ def test_any_other_error_ends_the_thread(scenario, tiny_llm, params, what):
         engine.start()
         that(f"what ends the thread, when {what} raises", await scenario.what_ends(engine)).gives([error])
         that("what fail_step was called with", suspected).gives([])
-
-    scenario.run(main)
-
-
-# deliver
-
-
-@pytest.mark.parametrize("texts", [("", "x"), ("",)])
-def test_a_chunk_without_text_is_delivered(scenario, tiny_llm, a_chunk, texts):
-    """A token may add no text, half of a character for one. Its chunk reaches the stream: it counts as a token."""
-
-    async def main():
-        engine = scenario.new_engine(tiny_llm())
-        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
-        engine.num_unfinished = 1
-        engine.call_in_loop = lambda function, *arguments: function(*arguments)
-        engine.yield_to_loop = lambda: None
-        chunks = [a_chunk(text) for text in texts]
-        engine.deliver(chunks)
-        stream.put(a_chunk("the next step's"))
-        called = f"take() of a stream, after the texts {list(texts)} and then one more were delivered"
-        (await scenario.ask(called, stream.take())).gives([*chunks, a_chunk("the next step's")])
-
-    scenario.run(main)
-
-
-@pytest.mark.parametrize("num_chunks", [0, 1, 3])
-def test_deliver_makes_one_call_for_a_step(scenario, tiny_llm, a_chunk, num_chunks):
-    """All chunks of a step are one call of the event loop, for which the thread then waits; without chunks neither."""
-
-    async def main():
-        engine = scenario.new_engine(tiny_llm())
-        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
-        engine.num_unfinished = 1
-        calls = []
-
-        def call_in_loop(function, *arguments):
-            calls.append("call_in_loop")
-            function(*arguments)
-
-        engine.call_in_loop = call_in_loop
-        engine.yield_to_loop = lambda: calls.append("yield_to_loop")  # there is no thread to wait in
-        chunks = [a_chunk("x" * (number + 1)) for number in range(num_chunks)]
-        call(engine.deliver, chunks).gives(None)
-        expected = ["call_in_loop", "yield_to_loop"] if chunks else []
-        that(f"what deliver calls, of {num_chunks} chunks", calls).gives(expected)
-        if chunks:
-            (await scenario.ask("take() of their stream", stream.take())).gives(chunks)
-
-    scenario.run(main)
-
-
-# dispatch
-
-
-def test_dispatch_gives_chunks_to_their_streams(scenario, tiny_llm, a_chunk):
-    """Each chunk goes to the stream of its request; a finished answer frees its slot, and its time is noted."""
-
-    async def main():
-        engine = scenario.new_engine(tiny_llm())
-        streams = {name: AnswerStream(name, n, lambda stream: None) for name, n in (("a", 1), ("b", 2))}
-        engine.streams.update(streams)
-        engine.num_unfinished = 4  # and one that is none of theirs
-        before = time.monotonic()
-        chunks = {
-            "a": [a_chunk("one"), a_chunk("two", "stop")],
-            "b": [a_chunk("un", "length", request_id="b", index=1), a_chunk("deux", request_id="b")],
-        }
-        call(engine.dispatch, [chunks["a"][0], chunks["b"][0], chunks["b"][1], chunks["a"][1]]).gives(None)
-        for name, stream in streams.items():
-            (await scenario.ask(f"take() of stream {name!r}", stream.take())).gives(chunks[name])
-        that("engine.num_unfinished: of 4 answers, 2 have ended", engine.num_unfinished).gives(2)
-        that("engine.streams: both answers of 'a', and one of two of 'b'", list(engine.streams)).gives(["b"])
-        that("how many timestamps finished_at has", len(engine.finished_at)).gives(2)
-        engine.dispatch([a_chunk("fin", "stop", request_id="b")])
-        that("engine.num_unfinished, when 3 of 4 have ended", engine.num_unfinished).gives(1)
-        that("engine.streams, when all answers of both have ended", list(engine.streams)).gives([])
-        times = list(engine.finished_at)
-        that("how many timestamps finished_at has", len(times)).gives(3)
-        seconds = [round(each - before, 6) for each in (*times, time.monotonic())]
-        told = f"finished_at is {seconds[:-1]}, in seconds of time.monotonic() since the test began {seconds[-1]} s ago"
-        that(
-            f"{told}: whether the newest is last, and all lie in between", [0, *seconds] == sorted([0, *seconds])
-        ).gives(True)
-
-    scenario.run(main)
-
-
-def test_the_last_finished_answer_clears_finished_at(scenario, tiny_llm, a_chunk):
-    """The last unfinished answer ends: `finished_at` is empty again, or a pause would look like slow service."""
-
-    async def main():
-        engine = scenario.new_engine(tiny_llm())
-        engine.streams["a"] = AnswerStream("a", 1, lambda stream: None)
-        engine.num_unfinished = 1
-        engine.dispatch([a_chunk("one", "stop")])
-        that("engine.num_unfinished, when the last has ended", engine.num_unfinished).gives(0)
-        that("engine.finished_at, when none is unfinished", list(engine.finished_at)).gives([])
-
-    scenario.run(main)
-
-
-def test_dispatch_drops_a_chunk_without_a_stream(scenario, tiny_llm, a_chunk):
-    """A chunk whose client has left meanwhile is dropped: no error, no slot is freed; the others get theirs."""
-
-    async def main():
-        engine = scenario.new_engine(tiny_llm())
-        engine.streams["a"] = stream = AnswerStream("a", 1, lambda stream: None)
-        engine.num_unfinished = 1
-        call(engine.dispatch, [a_chunk("gone", "stop", request_id="z"), a_chunk("here")]).gives(None)
-        (await scenario.ask("take() of a stream whose chunk was behind the dropped one", stream.take())).gives(
-            [a_chunk("here")]
-        )
-        that("engine.num_unfinished, after the end of a request without a stream", engine.num_unfinished).gives(1)
 
     scenario.run(main)

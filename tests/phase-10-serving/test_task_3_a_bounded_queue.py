@@ -313,8 +313,9 @@ def test_a_draining_or_ended_engine_admits_no_request(scenario, tiny_llm, params
     async def main():
         engine = scenario.new_engine(tiny_llm())
         engine.is_draining, engine.num_unfinished = True, engine.max_unfinished
-        outcome = await scenario.ask("add_request, draining and full", engine.add_request([1], params()))
-        outcome.raises(EngineStoppedError)
+        its = params(n=engine.max_unfinished + 1)
+        called = "add_request of more answers than slots, draining and full"
+        (await scenario.ask(called, engine.add_request([1], its))).raises(EngineStoppedError)
         engine.num_unfinished = 0
         outcome = await scenario.ask("add_request of an engine that is draining", engine.add_request([1], params()))
         outcome.raises(EngineStoppedError)

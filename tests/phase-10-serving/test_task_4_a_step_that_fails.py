@@ -81,6 +81,20 @@ def breaks_if(llm, is_bad):
 # Whom a failing step ends
 
 
+def test_a_failed_step_is_forgotten(scenario, tiny_llm, params):
+    """`fail_step` calls `last_step.forget()`, or the next failure would be blamed on requests that have gone."""
+
+    async def main():
+        engine = scenario.new_engine(tiny_llm())
+        engine.call_in_loop = lambda function, *arguments: function(*arguments)
+        engine.llm.add_request([1, POISON], params(), request_id="a")
+        call(engine.fail_step, call(engine.llm.step).error).gives(None)
+        left = [each.request_id for each in engine.last_step.requests]
+        that("requests in engine.last_step after fail_step, which has to forget() them", left).gives([])
+
+    scenario.run(main)
+
+
 def test_the_new_request_of_a_failed_step_ends_alone(scenario, tiny_llm, params, all_tokens, right_answers):
     """Two requests have tokens already, a third breaks its first step: it alone fails, the two get all their tokens."""
 
@@ -170,7 +184,7 @@ def test_an_old_request_that_breaks_each_step_ends_after_two(scenario, tiny_llm,
                 num_ended += 1
             else:
                 outcome.gives(right_answers(prompt, params()))
-        num_failed = len(failed) if len(failed) > 2 else "1 or 2"
+        num_failed = str(len(failed)) if len(failed) > 2 else "1 or 2"
         that("how many steps failed until the request that breaks each step was ended", num_failed).gives("1 or 2")
         that("of 6 later arrivals, one at a time, those that were ended", num_ended).gives(2)
         await check_clean(scenario, engine)
@@ -453,9 +467,13 @@ def test_dispatch_continues_after_a_failed_answer(scenario, tiny_llm, a_chunk):
         streams = {name: AnswerStream(name, 1, lambda stream: None) for name in "ab"}
         engine.streams.update(streams)
         engine.num_unfinished = 2
-        second = a_chunk("here", request_id="b")
+        aborted, second = [], a_chunk("here", request_id="b")
+        engine.llm.abort_request = aborted.append
         call(engine.dispatch, [a_chunk("", "error", request_id="a"), second]).gives(None)
         that("engine.num_unfinished, when one of 2 answers has failed", engine.num_unfinished).gives(1)
+        while not engine.commands.empty():
+            engine.commands.get()()
+        that("requests that the commands of dispatch abort, of a failed 'a' and then a good 'b'", aborted).gives(["a"])
         (await scenario.ask("take() of the stream of the second chunk", streams["b"].take())).gives([second])
         (await scenario.ask("take() of the stream that has failed", streams["a"].take())).raises(StepFailedError)
 
@@ -514,7 +532,7 @@ def test_one_failed_answer_ends_its_request(scenario, tiny_llm, params, all_toke
         outcome = await scenario.ask("take() of a request, one of whose answers has no logits", all_tokens(stream))
         outcome.raises(StepFailedError)
         await check_clean(scenario, engine)
-        num_steps = len(llm.steps) if len(llm.steps) >= 20 else "fewer than 20"
+        num_steps = str(len(llm.steps)) if len(llm.steps) >= 20 else "fewer than 20"
         that("steps of a request of 40 tokens, an answer of which fails early", num_steps).gives("fewer than 20")
         that("threads that call llm.abort_request: the LLM is its thread's", aborting).gives({"minicache-engine"})
 
@@ -583,6 +601,7 @@ def test_drain_gives_up_after_its_seconds(scenario, tiny_llm, params):
         engine = scenario.new_engine(llm)
         [stream] = await scenario.open_together(engine, ([1], params()))
         (await scenario.ask("drain(0.05), while a step is held", engine.drain(0.05))).gives(False)
+        scenario.check_no_task_is_left()
         that("engine.num_unfinished, after that", engine.num_unfinished).gives(1)
         that("whether engine.streams still has the stream", list(engine.streams.values()) == [stream]).gives(True)
 

@@ -46,17 +46,20 @@ def test_events_in_any_pieces(events_of, step):
 # A client that leaves
 
 
+BROKEN = OSError("the connection is broken")  # no ConnectionError: uvicorn's is an OSError of its own
+
+
 class Channel:
     """What an ASGI server gives an application: `receive` and `send`. The test says what the client does.
 
     Attributes:
         sent: the messages so far.
-        breaks_at: so many messages can be sent, at the next the connection is found broken.
+        breaks_at: so many messages can be sent, the next raises `error`.
         has_room: `send` waits for it, with the message noted.
     """
 
-    def __init__(self, breaks_at=None):
-        self.sent, self.breaks_at, self.has_room = [], breaks_at, asyncio.Event()
+    def __init__(self, breaks_at=None, error=BROKEN):
+        self.sent, self.breaks_at, self.error, self.has_room = [], breaks_at, error, asyncio.Event()
         self.has_room.set()
         self._coming = asyncio.Queue()
 
@@ -69,7 +72,7 @@ class Channel:
 
     async def send(self, message):
         if len(self.sent) == self.breaks_at:
-            raise OSError("the connection is broken")  # no ConnectionError: uvicorn's is an OSError of its own
+            raise self.error
         self.sent.append(message)
         await self.has_room.wait()
 
@@ -83,25 +86,18 @@ class Channel:
         return [message["body"] for message in self.sent if message["type"] == "http.response.body"]
 
 
-def check_no_task_is_left(before):
-    """No task may be left running but those from before."""
-    __tracebackhide__ = True
-    left = [str(task.get_coro()) for task in asyncio.all_tasks() - before if not task.done()]
-    that("tasks that are left running", left).gives([])
-
-
 def test_the_result_of_the_work_is_returned(scenario):
     """The client stays: the work's result is returned, and no task is left listening."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
 
         async def work():
             await asyncio.sleep(0)
             return 42
 
         (await scenario.ask("unless_client_leaves", unless_client_leaves(channel.receive, work()))).gives(42)
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -111,13 +107,13 @@ def test_the_work_may_be_anything_that_can_be_awaited(scenario, kind):
     """The work may have begun already, or be a future that is set elsewhere: its result is returned."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
         work = asyncio.get_running_loop().create_future()
         work.set_result(42)
         if kind == "a task":
             work = asyncio.ensure_future(asyncio.sleep(0, 42))
         (await scenario.ask(f"unless_client_leaves, of {kind}", unless_client_leaves(channel.receive, work))).gives(42)
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -126,7 +122,7 @@ def test_an_error_of_the_work_is_raised(scenario):
     """The work raises: so does the call, and no task is left listening."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
 
         async def work():
             await asyncio.sleep(0)
@@ -136,7 +132,7 @@ def test_an_error_of_the_work_is_raised(scenario):
             "unless_client_leaves, of failing work", unless_client_leaves(channel.receive, work())
         )
         outcome.raises(ZeroDivisionError, saying="the work's own")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -145,7 +141,7 @@ def test_work_is_cancelled_when_the_client_leaves(scenario):
     """The client disconnects: ClientLeftError, and by then the work was cancelled, and has cleaned up."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
         log = []
 
         async def work():
@@ -166,37 +162,50 @@ def test_work_is_cancelled_when_the_client_leaves(scenario):
         outcome = await scenario.wakes("unless_client_leaves, when the client leaves", task)
         outcome.raises(ClientLeftError)
         that("what the work had done when that was raised", log).gives(["cleared up"])
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
 
-@pytest.mark.parametrize("how", ["the client leaves", "the caller is cancelled"])
-def test_cancelled_work_is_waited_for(scenario, how):
-    """Cancelled work takes time to clean up: the call neither returns nor raises before the work has ended."""
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("the client leaves", ClientLeftError),
+        ("the caller is cancelled", asyncio.CancelledError),
+        ("the client leaves, and the caller is cancelled while the work cleans up", asyncio.CancelledError),
+    ],
+)
+def test_cancelled_work_is_waited_for(scenario, how, error):
+    """Cancelled work cleans up for an hour: the call ends when it has, also if its caller is cancelled meanwhile."""
 
     async def main():
-        channel, before, may_end = Channel(), asyncio.all_tasks(), asyncio.Event()
+        channel, may_end, log = Channel(), asyncio.Event(), []
 
         async def work():
             try:
                 await asyncio.Event().wait()
-            finally:
+            except asyncio.CancelledError:
                 await may_end.wait()
+                log.append("cleared up")
+                return 42
 
         called = f"unless_client_leaves, when {how}"
         task = asyncio.ensure_future(unless_client_leaves(channel.receive, work()))
         await scenario.waits("unless_client_leaves", task, "the work is not done, and the client is there")
-        if how == "the client leaves":
+        if "client" in how:
             channel.comes("http.disconnect")
         else:
             task.cancel()
-        await asyncio.sleep(0.2)  # longer than a solution that gives the work a moment
+        await scenario.waits(called, task, "the work was cancelled, and has not ended yet")
+        if "while" in how:
+            task.cancel()
+        scenario.loop.seconds_ahead += 3600.0
         await scenario.waits(called, task, "the work was cancelled, and has not ended yet")
         may_end.set()
         outcome = await scenario.ask(called, task)
-        outcome.raises(ClientLeftError if how == "the client leaves" else asyncio.CancelledError)
-        check_no_task_is_left(before)
+        that("what the work has done", log).gives(["cleared up"])
+        outcome.raises(error)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -227,7 +236,7 @@ def test_work_is_cancelled_with_its_caller(scenario):
     """The server cancels the caller: the work is cancelled as well, and no task is left."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
         log = []
 
         async def work():
@@ -241,7 +250,7 @@ def test_work_is_cancelled_with_its_caller(scenario):
         task.cancel()
         (await scenario.ask("unless_client_leaves, cancelled", task)).raises(asyncio.CancelledError)
         that("what the work has done", log).gives(["cleared up"])
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -293,7 +302,7 @@ def test_head_then_pieces_then_end(scenario):
     """Head, one body for each piece, and an empty body that is the last."""
 
     async def main():
-        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n")
+        channel, pieces = Channel(), Pieces(b"data: 1\n\n", b"data: 2\n\ndata: 3\n\n")
         (await scenario.ask("an EventStream of two pieces", pieces.start(channel))).gives(None)
         head, *bodies = channel.sent
         that("the first message", (head["type"], head["status"])).gives(("http.response.start", 200))
@@ -315,7 +324,7 @@ def test_head_then_pieces_then_end(scenario):
             ]
         )
         pieces.check_closed("when all was sent")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -364,7 +373,7 @@ def test_a_client_that_leaves_is_no_error(scenario, num_pieces):
     """The client disconnects before the first piece, or after it: no error, no more is sent, `close` is called."""
 
     async def main():
-        channel, let, before = Channel(), asyncio.Semaphore(num_pieces), asyncio.all_tasks()
+        channel, let = Channel(), asyncio.Semaphore(num_pieces)
         pieces = Pieces(b"1", b"2", b"3", let=let)
         task = pieces.start(channel)
         await scenario.until("head and pieces are sent", lambda: len(channel.sent) == 1 + num_pieces, task=task)
@@ -373,7 +382,7 @@ def test_a_client_that_leaves_is_no_error(scenario, num_pieces):
         (await scenario.ask("an EventStream whose client leaves", task)).gives(None)
         that("the bodies that were sent", channel.pieces()).gives([b"1", b"2", b"3"][:num_pieces])
         pieces.check_closed("when the client has left")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -383,11 +392,24 @@ def test_a_broken_connection_is_no_error(scenario, breaks_at):
     """Sending raises an OSError, at the head, at a piece or at the end: no error for anybody, `close` is called."""
 
     async def main():
-        channel, before, pieces = Channel(breaks_at), asyncio.all_tasks(), Pieces(b"1", b"2")
+        channel, pieces = Channel(breaks_at), Pieces(b"1", b"2")
         outcome = await scenario.ask(f"an EventStream, when message {breaks_at} cannot be sent", pieces.start(channel))
         outcome.gives(None)
         pieces.check_closed("when the connection is broken")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
+
+    scenario.run(main)
+
+
+def test_another_error_of_send_is_raised(scenario):
+    """Sending raises what is no OSError, as for a message that ASGI does not allow: that is a bug, and goes through."""
+
+    async def main():
+        channel, pieces = Channel(1, RuntimeError("a bug")), Pieces(b"1", b"2")
+        outcome = await scenario.ask("an EventStream whose `send` raises a RuntimeError", pieces.start(channel))
+        outcome.raises(RuntimeError, saying="a bug")
+        pieces.check_closed("when `send` has failed")
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -397,13 +419,13 @@ def test_a_piece_that_fails(scenario, error):
     """The generator raises: that is an error of the server's, so it goes through, and `close` is called."""
 
     async def main():
-        channel, before, pieces = Channel(), asyncio.all_tasks(), Pieces(b"1", error, b"2")
+        channel, pieces = Channel(), Pieces(b"1", error, b"2")
         called = f"an EventStream whose generator, not `send`, raises {type(error).__name__}"
         outcome = await scenario.ask(called, pieces.start(channel))
         outcome.raises(type(error), saying="a bug")
         that("the bodies that were sent", channel.pieces()).gives([b"1"])
         pieces.check_closed("when the generator has failed")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 
@@ -438,14 +460,14 @@ def test_a_cancelled_response_is_closed(scenario):
     """The server cancels the response: `close` is called, and nothing is left running."""
 
     async def main():
-        channel, before = Channel(), asyncio.all_tasks()
+        channel = Channel()
         pieces = Pieces(b"1", b"2", let=asyncio.Semaphore(1))
         task = pieces.start(channel)
         await scenario.until("a piece is sent", lambda: len(channel.sent) == 2, task=task)
         task.cancel()
         (await scenario.ask("an EventStream that is cancelled", task)).raises(asyncio.CancelledError)
         pieces.check_closed("when the response was cancelled")
-        check_no_task_is_left(before)
+        scenario.check_no_task_is_left()
 
     scenario.run(main)
 

@@ -70,7 +70,7 @@ def test_copies_are_found_and_the_starter_is_left_out(folder: Path) -> None:
     done = CliRunner().invoke(app, ["similarity", "class", "--phase", "1", "--html", "s.html", "--csv", "s.csv"])
     assert done.exit_code == 0, done.output
     assert "eve: dense.py is omitted" in done.output
-    assert "15 pairs in s.html and s.csv" in done.output
+    assert "15 pairs in s.html, s.csv" in done.output
     with Path("s.csv").open(encoding="utf-8-sig", newline="") as stream:
         rows = list(csv.DictReader(stream))
     first = rows[0]

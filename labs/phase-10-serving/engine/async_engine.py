@@ -52,7 +52,7 @@ MIN_RETRY_AFTER, MAX_RETRY_AFTER = 1.0, 60.0
 
 
 class AnswerStream:
-    """The chunks of one request, as they are generated. Made by `AsyncEngine.add_request`; used by one task at a time.
+    """The chunks of one request, as they are generated. Made by `AsyncEngine.add_request`; read by one task at a time.
 
         with await engine.add_request(prompt, params) as stream:
             async for chunk in stream:
@@ -98,7 +98,11 @@ class AnswerStream:
             await self._news.wait()
 
     def put(self, chunk: Chunk) -> None:
-        """Add the next chunk, and wake the reader. One with a finish_reason finishes one of the answers."""
+        """Add the next chunk, and wake the reader. One with a finish_reason finishes one of the answers.
+
+        The reasons are "stop", "length" and "capacity" (the cache is too small for the answer). See `dispatch` for
+        "error".
+        """
         raise NotImplementedError(
             "phase 10, task 1: A stream for each client; read docs/en/phase-10-serving/lab/00-the-async-engine.md"
         )
@@ -351,11 +355,12 @@ class AsyncEngine:
         if the step before failed too (`has_failed`): suspecting again might end one newcomer after another because of
         an old request. If no step was in progress (`schedule` itself raised), all requests are ended.
 
-        `last_step` has the requests of the step, and is then reset (`forget`). A request is ended with all its answers:
-        it is aborted, here in the thread, and its stream is failed in the event loop, with a StepFailedError that has
-        the message of `error`, and `error` as its `__cause__`. One call of `fail` names all of them, each once; those
-        that are no longer in `llm.answers` are left out. (A step's ids are those of answers; `request_of` gives the
-        request's.) `error` is logged, with its traceback (`logger`, exc_info).
+        `last_step` has the requests of the step, and is then reset (`forget`). Their ids are those of answers, as in
+        `llm.answers`; `request_of` gives the id of the client's request. An answer that is no longer in `llm.answers`
+        is left out. A request is ended with all its answers: it is aborted, here in the thread, and its stream is
+        failed in the event loop, with a StepFailedError whose message contains that of `error`, and whose `__cause__`
+        is `error`. One call of `fail` names all of them, each once. `error` is logged, with its traceback (`logger`,
+        exc_info).
 
         Args:
             error: the exception that the step raised.
@@ -395,8 +400,8 @@ class AsyncEngine:
 
         If the chunk finishes an answer (it has a finish_reason), the time is appended to `finished_at`, and a slot is
         free again (`free_slots`). The stream leaves `streams` when all its answers are finished. But a chunk with the
-        finish_reason "error" ends the whole request: its stream is failed with a StepFailedError (`fail`), and a
-        command has the thread abort its other answers.
+        finish_reason "error" is not put, and ends the whole request: its stream is failed with a StepFailedError
+        (`fail`), and a command has the thread abort its other answers.
         """
         raise NotImplementedError(
             "phase 10, task 2: One thread owns the engine; read docs/en/phase-10-serving/lab/00-the-async-engine.md"

@@ -71,7 +71,8 @@ def prefill_kernel(
 
     Numbers: num_seqs is B.
 
-    Strides: as in `decode_kernel`. Multiply tokens, sequences, block ids and the caches' head in int64.
+    Strides: as in `decode_kernel`. Multiply tokens, sequences, block ids and the caches' head in int64. Positions are
+    int32, and so are starts and lengths once they are loaded: 64 bits would take the registers that the tile needs.
 
     Constants:
         ROWS: a power of two, at least 16 and at least GROUP.

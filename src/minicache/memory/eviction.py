@@ -1,7 +1,7 @@
 """Which free block of a prefix cache is evicted next: the policies by name, and the free list that they are in.
 
 A policy is a `FreeList` of the cached blocks only: `append` adds one whose last reference was dropped, `remove` takes
-out one that a request has found, and `popleft` the one to evict. `CONTRIBUTING.md` adds one, step by step. Pure
+out one that a request has found, and `popleft` the one to evict. `docs/contributing/` adds one, step by step. Pure
 standard library.
 """
 

@@ -40,9 +40,9 @@ class GroupedBlockPool(CachingBlockPool):
 
     def free(self, block_ids: Iterable[int]) -> None:
         """As `CachingBlockPool.free`, without NULL_BLOCK; of the blocks without a hash, the first given is next."""
-        block_ids, hash_of = without_null(block_ids), self._hash_of
-        plain = [block_id for block_id in block_ids if block_id not in hash_of]
-        super().free([*plain[::-1], *(block_id for block_id in block_ids if block_id in hash_of)])
+        num_plain = len(self.free_list.plain)
+        super().free(without_null(block_ids))
+        self.free_list.plain[num_plain:] = self.free_list.plain[num_plain:][::-1]
 
 
 class BlockGroups:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
@@ -48,9 +48,11 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Res
     """Do some work for a client; if the client disconnects meanwhile, cancel the work.
 
     The request's body must have been read: after it, `receive` returns when the client is gone (`http.disconnect`);
-    other messages are ignored. If the work is done when the client disconnects, its result counts. Neither the work nor
-    the listening is left running when this returns or raises, for whatever reason: both are cancelled and awaited,
-    however long they take to end. Until one of them is done, this sleeps, without polling.
+    other messages are ignored, and an exception that it raises counts as a disconnect. If the work is done when the
+    client disconnects, its result counts. Neither the work nor the listening is left running when this returns or
+    raises, for whatever reason: both are cancelled, once, and awaited, however long they take to end. If the caller is
+    cancelled meanwhile, they still run to their end, and then the CancelledError is raised. Until one of them is done,
+    this sleeps, without polling.
 
     Args:
         receive: the request's ASGI channel.
@@ -60,7 +62,7 @@ async def unless_client_leaves(receive: Receive, work: Awaitable[Result]) -> Res
         The result of the work.
 
     Raises:
-        ClientLeftError: the client disconnected first; the work was cancelled, and has ended.
+        ClientLeftError: the client disconnected first; the work was cancelled, and has ended, whatever it returned.
         Exception: raised by the work.
     """
     raise NotImplementedError(

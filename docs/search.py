@@ -8,6 +8,7 @@ from typing import Any
 
 from bs4 import BeautifulSoup
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import Files
 from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
@@ -27,11 +28,15 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     """Let the search find each term of the glossary; by itself it finds headings."""
     if page.file.src_uri != "glossary.md":
         return
-    entries = config.plugins["material/search"].search_index.entries
-    for term in BeautifulSoup(page.content, "html.parser").find_all("dt", id=True):
-        text = term.find_next_sibling("dd").get_text(" ", strip=True)
-        location, title = f"{page.url}#{term['id']}", term.get_text(strip=True)
-        entries.append({"location": location, "title": title, "text": text, "boost": page.meta["search"]["boost"]})
+    plugin: Any = config.plugins["material/search"]
+    for term in BeautifulSoup(page.content or "", "html.parser").select("dt[id]"):
+        said = term.find_next_sibling("dd")
+        if said is None:
+            raise PluginError(f"the glossary does not say what {term.get_text()} is")
+        location, title, text = f"{page.url}#{term['id']}", term.get_text(strip=True), said.get_text(" ", strip=True)
+        plugin.search_index.entries.append(
+            {"location": location, "title": title, "text": text, "boost": page.meta["search"]["boost"]}
+        )
 
 
 def on_post_build(config: MkDocsConfig) -> None:

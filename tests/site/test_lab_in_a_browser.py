@@ -138,7 +138,10 @@ def test_mistakes_are_told_as_on_the_command_line(lab: Lab, server: PytestServer
         lab.write(files[RESERVATION])
         (folder := tmp_path / name).mkdir()
         assert lab.run() == as_shown(on_the_command_line(folder, server, 2, 1, files)), name
-        if name != "wrong value":  # which no line of the learner's has raised
+        if name == "wrong value":
+            read = lab.browser.evaluate("document.querySelector('.mc-problem a').href")
+            assert read.startswith(lab.address + "phase-02-fragmentation/")
+        else:
             lab.browser.evaluate("document.querySelector('.mc-problem .mc-line button').click()")
             lab.browser.wait_for("document.querySelectorAll('.cm-lint-marker-error').length === 1", 5)
 

@@ -29,14 +29,19 @@ def on_page_context(context: dict[str, Any], page: Page, config: MkDocsConfig, n
     if page.file.src_uri != "glossary.md":
         return
     plugin: Any = config.plugins["material/search"]
+    entries = plugin.search_index.entries
+    whole = next(entry for entry in entries if entry["location"] == page.url)
+    whole["text"] = whole["text"].partition("</p>")[0]  # its terms follow
     for term in BeautifulSoup(page.content or "", "html.parser").select("dt[id]"):
         said = term.find_next_sibling("dd")
         if said is None:
             raise PluginError(f"the glossary does not say what {term.get_text()} is")
-        location, title, text = f"{page.url}#{term['id']}", term.get_text(strip=True), said.get_text(" ", strip=True)
-        plugin.search_index.entries.append(
-            {"location": location, "title": title, "text": text, "boost": page.meta["search"]["boost"]}
-        )
+        title, text = term.get_text(strip=True), said.get_text(" ", strip=True)
+        name, colon, _ = text.partition(":")
+        if title.isupper() and colon and len(name) < 60:  # TTFT: "Time to first token: from …"
+            title = f"{title}: {name}"
+        location = f"{page.url}#{term['id']}"
+        entries.append({"location": location, "title": title, "text": text, "boost": page.meta["search"]["boost"]})
 
 
 def on_post_build(config: MkDocsConfig) -> None:

@@ -17,7 +17,7 @@ import { say } from "./say.js";
  * @param {{text: string, label: string, onChange?: (text: string) => void, onRun?: () => void}} options `label`: what a
  *   screen reader says; `onRun`: Ctrl+Enter
  * @returns {{text: string, focus: () => void, mark: (problems: {line: number, message: string}[]) => void,
- *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1
+ *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1, and the first
  */
 export function createEditor(parent, { text, label, onChange = () => {}, onRun = () => {} }) {
   const view = new EditorView({
@@ -58,6 +58,7 @@ export function createEditor(parent, { text, label, onChange = () => {}, onRun =
         return { from, to, severity: "error", message };
       });
       view.dispatch(setDiagnostics(view.state, found));
+      if (found.length) view.dispatch({ effects: EditorView.scrollIntoView(found[0].from, { y: "center" }) });
     },
     goTo(line) {
       const { from } = lineAt(line);

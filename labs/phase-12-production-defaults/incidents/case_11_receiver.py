@@ -21,8 +21,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. Correct ones may preempt a request for an urgent one, or let that one wait; they may keep
-            a watermark, cache prefixes, or preempt by swap: test none of that.
+            `create_scheduler`. Correct ones may preempt a request for an urgent one, or let that one wait; they may
+            keep a watermark, cache prefixes, or preempt by swap: test none of that.
 
     Raises:
         AssertionError: an answer has a token that was generated for another request, or lacks one of its own. The

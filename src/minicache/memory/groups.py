@@ -197,8 +197,8 @@ class BlockGroups:
 
         Returns:
             The tables of the prefix, with NULL_BLOCK where the next token does not see the block, cached or not; and
-            the junction: how many blocks from the beginning on the first group without a window has (if all have one: how
-            long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
+            the junction: how many blocks from the beginning on the first group without a window has (if all have one:
+            how long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
             computes them should leave what the other groups need there (`is_retained`): others came so far too.
         """
         # Full attention first: its hit is the longest that the others can have.

@@ -79,7 +79,7 @@ LONG: Final = 1500
 CHUNK: Final = 128
 NUM_TEXT: Final = 2000
 TEXTS: Final = {
-    "prose": "docs/en/phase-07-fairness/theory/05-groups-and-the-bound.md",
+    "prose": "docs/en/phase-07-fairness/theory/04-groups-and-the-bound.md",
     "code": "src/minicache/scheduler/base.py",
 }
 

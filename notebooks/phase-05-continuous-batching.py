@@ -41,7 +41,7 @@ show(SIX, 3)
 # %% [markdown]
 # ## 1. Two grids
 #
-# A row is a request, a column is a step. Yellow is a prefill, blue a decode, orange the last token, grey waiting.
+# A row is a request, a column is a step. Yellow is a prefill, blue a decode, red the last token, grey waiting.
 #
 # **Question 1.** With two slots instead of three, how many steps does static batching take? The batches are then A B,
 # C D, E F, with 3, 8, 5, 2, 4 and 6 tokens.

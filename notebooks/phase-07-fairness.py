@@ -75,9 +75,9 @@ nb.check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # %% [markdown]
 # ## 2. Which test exposes which bug?
 #
-# Each of the eight `expose` functions on each of the eight broken schedulers. On the scheduler with its bug it must fail.
-# And on the others? Some pairs do not apply: only one engine can fork a request, and those based on phase 6's scheduler
-# refuse the impossible request of incident 5 at once.
+# Each of the eight `expose` functions runs on each of the eight broken schedulers. On the scheduler with its bug it
+# must fail. And on the others? Some pairs do not apply: only one engine can fork a request, and those based on phase
+# 6's scheduler refuse the impossible request of incident 5 at once.
 
 # %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All others are passed, but for row 8, where only its own scheduler can be asked, and row 5, where 2, 3, 6 and 8 cannot."
 import importlib
@@ -110,8 +110,8 @@ nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 #
 # ## 3. The thrash
 #
-# Two requests, memory for both. The prompt tokens that are computed, over the number of tokens to generate: with the bug,
-# right, and by the formula N·P + N(N − 1)/2 + the short prompt.
+# Two requests run, with memory for both. The plot has the prompt tokens that are computed, over the number of tokens to
+# generate: with the bug, right, and by the formula N·P + N(N − 1)/2 + the short prompt.
 
 # %% alt="Prefill tokens against tokens to generate, from 0 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
 from minicache.request import Request
@@ -137,9 +137,11 @@ look = {"roles": ("wasted", "end", "generated")}
 nb.lines(sizes, curves, "tokens to generate, each", "prefill tokens", **look)
 
 # %% [markdown]
-# **Question 2.** Prompts of 200 and 30 tokens, 50 new tokens each. How many prefill tokens with the bug?
+# **Question 2.** Two prompts have 200 and 30 tokens, with 50 new tokens each. How many prefill tokens are computed with
+# the bug?
 #
-# **Question 3.** Three requests, with prompts of 30, 20 and 10 tokens, 50 new each. How many steps with the bug?
+# **Question 3.** Three requests, with prompts of 30, 20 and 10 tokens, 50 new each. How many steps does it take with
+# the bug?
 
 # %%
 prefill_tokens_with_the_bug = None
@@ -154,8 +156,8 @@ nb.check(steps_with_the_bug, three.num_steps)
 # %% [markdown]
 # ## 4. Starvation, on a clock
 #
-# 12 equal requests through `LLM` and MiniGPT, memory for four. Before: incidents 2 and 3 at once. After:
-# `FairScheduler`. The page has 40 of them; this is a smaller version.
+# 12 equal requests run through `LLM` and MiniGPT, with memory for four. Before: incidents 2 and 3 at once. After:
+# `FairScheduler`. The page on starvation has 40 of them; this is a smaller version.
 
 # %%
 import statistics
@@ -224,8 +226,8 @@ nb.check(mean_batch, round(COUNT * NEW / num_steps, 1))
 # %% [markdown]
 # ## 5. One order, or two
 #
-# Three requests of low priority, an urgent one that arrives a step later, memory for fewer than four. What if admission goes
-# by priority and the victim is the newest?
+# There are three requests of low priority, an urgent one that arrives a step later, and memory for fewer than four.
+# What if admission goes by priority and the victim is the newest?
 
 # %% alt="Three grids of four requests against steps. By arrival the urgent one finishes last. Admitted by priority with the newest preempted, it is preempted three times and finishes in step 25. With one order it runs through and finishes in step 16."
 from minicache.scheduler.fair import PriorityScheduler

@@ -162,8 +162,8 @@ nb.check(left_of_ten, len(pool.find(hashes[1:])))
 # %% [markdown]
 # ## 3. What it saves MiniGPT
 #
-# 24 requests with the same 320 tokens first and then 16 that differ from the first on; 8 tokens to
-# generate. With the prefix cache and without: prompt tokens that the model computes, and seconds for all. The
+# 24 requests have the same 320 tokens first, then 16 that differ from the first on, and 8 tokens to generate. The cell
+# counts the prompt tokens that the model computes, and the seconds for all, with the prefix cache and without. The
 # generated tokens must be the same.
 
 # %%
@@ -245,8 +245,8 @@ print(", ".join(f"{size}: {rate:.0f} %" for size, rate in zip(SIZES, rates[""]))
 #
 # ## 5. Four answers, one prompt
 #
-# `n = 4`: the prompt is computed once, then three forks share its blocks. Blocks in use, step by step, compared with
-# four separate requests.
+# `n = 4`: the prompt is computed once, then three forks share its blocks. The plot compares the blocks in use, step by
+# step, with those of four separate requests.
 
 
 # %% alt="Blocks in use against steps, for four answers to a prompt of 200 tokens. Separate requests hold 52 blocks at once and grow to 68. Forks hold 13, then 16 after the copies, and grow to 32. The gap stays."
@@ -297,8 +297,8 @@ nb.check(copies_of_192, blocks.num_copies)
 # %% [markdown]
 # ## 6. Beams
 #
-# Beams that come from one beam share all of its blocks. Four beams over 80 tokens: block table entries of all beams, and
-# the number of different blocks among them.
+# Beams that come from one beam share all of its blocks. For four beams over 80 tokens, the plot has the block table
+# entries of all beams, and the number of different blocks among them.
 
 # %%
 from minicache.engine import BeamSearchParams, beam_search

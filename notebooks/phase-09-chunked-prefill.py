@@ -84,8 +84,8 @@ for name, each in itl.items():
 # %% [markdown]
 # The work is the same. In chunks it takes a few per cent longer, and all requests slow down a little instead of stopping.
 #
-# **Question 2.** A budget of 512, 8,000 tokens, and 32 requests in decode all the time. In how many steps is the prompt
-# computed? (Not in ⌈8,000 / 512⌉.)
+# **Question 2.** The budget is 512, the prompt has 8,000 tokens, and 32 requests are in decode all the time. In how
+# many steps is the prompt computed? (Not in ⌈8,000 / 512⌉.)
 
 # %%
 num_steps_of_the_prompt = None
@@ -96,8 +96,8 @@ nb.check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 # %% [markdown]
 # ## 3. Chunk by chunk
 #
-# Three prompts of 800 tokens, a budget of 1,024: the tokens of each that are computed in each step. Change the numbers, and
-# predict the splits before you run the cell.
+# With three prompts of 800 tokens and a budget of 1,024, the cell draws the tokens of each that are computed in each
+# step. Change the numbers, and predict the splits before you run the cell.
 
 
 # %%
@@ -138,8 +138,8 @@ nb.check(step_of_the_last, next(step for step, tokens in enumerate(found) if 2 i
 # %% [markdown]
 # ## 4. Moving the budget
 #
-# Azure's conversations, 4 a second for two minutes, on budgets from 128 to 8,192: the time to the first token, and the
-# time per output token (TPOT). 99 of 100 requests are below the curves.
+# Azure's conversations arrive, 4 a second for two minutes, on budgets from 128 to 8,192. The plots have the time to the
+# first token, and the time per output token (TPOT); 99 of 100 requests are below the curves.
 
 # %% alt="Two panels against the budget, 128 to 8,192, logarithmic. Time per token, p99: rises from 14 ms to 43, which is what whole prompts have. Time to first token, p99: falls from 1.2 s at 128 to just below 1 s at 1,024, then rises a little; whole prompts have 1 s."
 from dataclasses import replace
@@ -224,9 +224,9 @@ nb.check(steps_that_d_waits, first - 4)
 # %% [markdown]
 # ## 6. One ragged step
 #
-# Three requests, as in the lab: one computes the last chunk of its prompt, one has three draft tokens behind its newest
-# token, one has none. MiniGPT runs once. `rows_to_verify` gives the rows of logits to read, `verify` the tokens that result.
-# Change a text, or the draft tokens, and predict the rows.
+# There are three requests, as in the lab: one computes the last chunk of its prompt, one has three draft tokens behind
+# its newest token, one has none. MiniGPT runs once. `rows_to_verify` gives the rows of logits to read, `verify` the
+# tokens that result. Change a text, or the draft tokens, and predict the rows.
 
 # %%
 import torch

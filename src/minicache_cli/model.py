@@ -46,7 +46,7 @@ def generate(
     """Complete PROMPT with MiniGPT or another model, token by token."""
     console = Console(highlight=False)
     if mine:
-        use_labs(console)
+        use_labs(Console(stderr=True))
     import torch
 
     from minicache.engine.decoding import decode

@@ -22,7 +22,10 @@ WIDTH = 78
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target of a task, such as `KVCache.append`, in both files: its source without the docstring."""
+    """A target of a task, such as `KVCache.append`, in both files: its source without the docstring.
+
+    Below it are the private functions of the file that it calls, and those that they call: each once in a file.
+    """
 
     task: Task
     target: str
@@ -37,12 +40,15 @@ def pairs(workspace: Workspace, phase: Phase, tasks: list[Task]) -> list[Pair]:
         CourseError: a learner's file cannot be read, or lacks a target.
     """
     found = []
+    shown: tuple[set[tuple[str, str]], set[tuple[str, str]]] = set(), set()
     for task in tasks:
         file = workspace.lab_files(phase)[task.module]
         try:
             yours = file.read_text(encoding="utf-8")
             ours = reference_file(task.module).read_text(encoding="utf-8")
-            found += [Pair(task, each, _code(yours, each), _code(ours, each)) for each in task.targets]
+            for each in task.targets:
+                both = (_with_helpers(source, each, side) for source, side in zip((yours, ours), shown, strict=True))
+                found.append(Pair(task, each, *both))
         except (OSError, SyntaxError, UnicodeDecodeError, CourseError) as error:
             raise CourseError(f"{file} cannot be compared: {error}") from error
     return found
@@ -63,9 +69,33 @@ def page(pairs: list[Pair], yours: str, ours: str) -> str:
     )
 
 
-def _code(source: str, target: str) -> str:
+def _with_helpers(source: str, target: str, shown: set[tuple[str, str]]) -> str:
+    """A definition, and the private functions that it calls, but for those in `shown`, to which they are added."""
+    tree = ast.parse(source)
+    node, owner = find_symbol(tree, target), target.rpartition(".")[0]
+    parts = [_code(source, node)]
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name):
+            name = each.id
+        elif isinstance(each, ast.Attribute) and owner:
+            name = f"{owner}.{each.attr}"
+        else:
+            continue
+        if name.rpartition(".")[2].startswith("_") and (source, name) not in shown and _is_function(tree, name):
+            shown.add((source, name))
+            parts.append(_with_helpers(source, name, shown))
+    return "\n\n".join(parts)
+
+
+def _is_function(tree: ast.Module, name: str) -> bool:
+    try:
+        return isinstance(find_symbol(tree, name), ast.FunctionDef | ast.AsyncFunctionDef)
+    except CourseError:
+        return False
+
+
+def _code(source: str, node: ast.stmt) -> str:
     """A definition as it stands in a source, without its docstring."""
-    node = find_symbol(ast.parse(source), target)
     decorators = getattr(node, "decorator_list", [])
     first = min(each.lineno for each in (node, *decorators))
     lines = source.splitlines()[first - 1 : node.end_lineno]

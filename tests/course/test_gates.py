@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from minicache_course.results import Outcome
 from minicache_course.server import PytestServer, preload_for
 from minicache_course.starters import starter
 from minicache_course.table import Phase, Task
-from minicache_course.workspace import RECORD, open_workspace
+from minicache_course.workspace import RECORD, open_workspace, reference_file
 from minicache_course.wrong import Wrong, grade_solution, grade_wrong, load_wrong
 
 WORKSPACE = open_workspace(Path(__file__).parents[2])
@@ -48,6 +49,12 @@ def test_the_starters_are_those_of_this_reference(phase: Phase) -> None:
     for module, file in phase.files.items():
         digest = hashlib.sha256(starter(phase, module).encode()).hexdigest()
         assert f"{digest}  {phase.folder}/{file}" in recorded, f"{module} has changed: run `minicache course starters`"
+
+
+def test_the_scheduler_of_the_auditors_tests_is_this_reference() -> None:
+    file = WORKSPACE.root / "tests/phase-06-preemption/right_paged.py"
+    packed = gzip.decompress(file.with_suffix(".py.gz").read_bytes())
+    assert packed == reference_file("minicache.scheduler.paged").read_bytes(), f"it has changed: run {file}"
 
 
 @pytest.mark.slow

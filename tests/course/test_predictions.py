@@ -69,6 +69,13 @@ def test_two_sides_without_docstrings(toys: Toys) -> None:
     assert "A &lt;table&gt; is as quick." in page
     assert "dtype&nbsp;&lt;" in page
     assert "number" not in page
+    file.write_text(
+        "def dtype_nbytes(dtype):\n    return _size(dtype)\n\n"
+        'def _size(dtype):\n    """Bytes."""\n    return _size("float16") if dtype else len(_NAMES)\n'
+    )
+    [pair] = compare.pairs(toys.workspace, toys.phase, [toys.phase.task(2)])
+    helper = 'def _size(dtype):\n    return _size("float16") if dtype else len(_NAMES)'
+    assert pair.yours == f"def dtype_nbytes(dtype):\n    return _size(dtype)\n\n{helper}"
     file.write_text("def other():\n    pass\n")
     with pytest.raises(CourseError, match="cannot be compared: there is no dtype_nbytes"):
         compare.pairs(toys.workspace, toys.phase, [toys.phase.task(2)])

@@ -149,6 +149,7 @@ def test_views_are_welcome_and_stay_as_they_are(by_hand):
         pytest.param((1, 4, 2, 8), (1, 3, 5, 8), (1, 3, 5, 8), id="4 query heads, 3 KV heads"),
         pytest.param((1, 2, 2, 8), (1, 4, 5, 8), (1, 4, 5, 8), id="more KV heads than query heads"),
         pytest.param((1, 4, 3, 8), (1, 2, 2, 8), (1, 2, 2, 8), id="more queries than tokens"),
+        pytest.param((1, 4, 0, 8), (1, 2, 2, 8), (1, 2, 2, 8), id="no queries"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(q, k, v):

@@ -124,6 +124,7 @@ def test_a_bfloat16_cache_takes_and_gives_bfloat16(by_hand):
         pytest.param(1, (1, 4, 1, 4), IndexError, id="no such layer"),
         pytest.param(-1, (1, 4, 1, 4), IndexError, id="layer -1"),
         pytest.param(0, (1, 4, 4, 4), ValueError, id="4 queries, 3 tokens"),
+        pytest.param(0, (1, 4, 0, 4), ValueError, id="no queries"),
         pytest.param(0, (2, 4, 1, 4), ValueError, id="another batch size"),
         pytest.param(0, (1, 3, 1, 4), ValueError, id="3 query heads on 2 KV heads"),
         pytest.param(0, (1, 4, 1, 8), ValueError, id="another head size"),

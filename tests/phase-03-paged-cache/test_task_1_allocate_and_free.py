@@ -238,6 +238,17 @@ def test_ref_count_refuses_ids_outside_the_pool():
 # What a subclass may rely on
 
 
+@pytest.mark.parametrize("block_id", [0, 2, 3])
+def test_the_free_list_gives_up_any_block(block_id):
+    """`free_list.remove` takes a block out wherever it is: the first of 4, one between, the last (phase 8 needs it)."""
+    pool = BlockPool(4, SIZE)
+    call(pool.free_list.remove, block_id).gives(None)
+    left = [each for each in range(4) if each != block_id]
+    that("the ids in free_list, and num_free", (list(pool.free_list), pool.num_free)).gives((left, 3))
+    call(pool.free_list.append, block_id).gives(None)
+    check_free_list(pool, [*left, block_id], f"after {block_id} was removed and appended")
+
+
 class Stack:
     """A free list that hands out the block freed last, and has nothing but what a pool may use."""
 

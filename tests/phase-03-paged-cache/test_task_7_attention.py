@@ -148,6 +148,19 @@ def test_half_precision(by_hand, scatter, dtype, tolerance):
     call(paged_prefill_attention, q, *paged, torch.arange(3)).is_close(expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize(("dtype", "more"), [(torch.bfloat16, 1 / 4), (torch.float16, 1 / 32)], ids=str)
+def test_scores_of_16_bits_are_fp32(by_hand, scatter, dtype, more):
+    """Two scores, 64 and a little more: rounded to the dtype of the queries they are equal, and should not be."""
+    k, v = torch.tensor([[64, more], [64, 0]])[:, None], torch.tensor([[1.0, 1.0], [0.0, 0.0]])[:, None]
+    q = torch.ones(1, 1, 2)
+    expected = contiguous(by_hand, q * 2**0.5, k, v)  # √d is 2**0.5: the scale is 1
+    paged = scatter([k.to(dtype)], [v.to(dtype)], 4)
+    decode = call(paged_decode_attention, q.to(dtype), *paged, scale=1.0)
+    prefill = call(paged_prefill_attention, q.to(dtype), *paged, torch.arange(2), scale=1.0)
+    for each in (decode, prefill):
+        each.is_close(expected.to(dtype), rtol=4e-3, atol=4e-3)
+
+
 @pytest.mark.parametrize("kind", ["one layer of a tensor of two", "heads before tokens in memory"])
 def test_caches_of_any_strides(by_hand, scatter, kind):
     """Caches that are not contiguous are read like any others, in decode and in prefill."""
@@ -204,9 +217,9 @@ def test_prompts_chunks_and_decode_in_one_call(by_hand, scatter, counts, block_s
 
 
 def test_the_scale_is_the_callers(by_hand, scatter):
-    """scale multiplies the scores; None is 1 / √d. The expected result scales the queries."""
+    """scale multiplies the scores, 0 too; None is 1 / √d. The expected result scales the queries."""
     k, v = sequences([6, 9])
-    for scale in (1.0, 0.1):
+    for scale in (1.0, 0.1, 0.0):
         q = torch.randn(2, 4, 4)
         expected = [contiguous(by_hand, q[i : i + 1] * scale * 2, k[i], v[i]) for i in range(2)]  # √d is 2
         call(paged_decode_attention, q, *scatter(k, v, 4), scale=scale).is_close(torch.cat(expected))

@@ -371,6 +371,16 @@ def test_a_layer_without_rows_has_nothing_to_show():
     call(step.attend, 2, q).raises(IndexError)
 
 
+def test_a_step_reads_what_it_was_made_for():
+    """The table grows in the next step, by a token in the same block: the older step still reads its own 3."""
+    pool, storage = a_storage(8)
+    table, k = BlockTable(pool), rows(3)
+    step = RaggedStep(storage, [table], [3])
+    run_pass(step, k)
+    run_pass(RaggedStep(storage, [table], [1]), rows(1))
+    call(step.read, 1).gives((k + 1, -k - 1))
+
+
 def test_a_step_serves_one_pass():
     """When every layer has its rows, another append is a ValueError: it would overwrite them. Reading still works."""
     pool, storage = a_storage(8)

@@ -1,4 +1,4 @@
-"""What the tests of phase 6 share: a scheduler, requests, a step. An endless loop costs its test ten seconds."""
+"""What the tests of phase 6 share: a scheduler, requests, a step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from minicache.scheduler.paged import PagedScheduler
 from minicache.scheduler.queue import RequestQueue
 from minicache_course.checks import call
 from minicache_course.follow import following, following_schedulers
-
-
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-06-preemption" in str(item.path):
-            item.add_marker(pytest.mark.timeout(10))
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from minicache.errors import RequestTooLargeError
 from minicache.request import RequestStatus
 from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.paged import AllocStatus, PagedScheduler
+from minicache_course import scenario
 from minicache_course.checks import call, that
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
@@ -68,6 +69,7 @@ def test_now_later_and_never_in_ten_blocks(paged, a_request, used, num_prompt, s
     """Of 10 blocks of 4 some are used. Enough free: OK. Enough in all: LATER. Not enough in all: NEVER."""
     scheduler = paged(num_blocks=10)
     scheduler.pool.allocate(used)
+    scenario.given(f"{used} blocks are in use")
     call(scheduler.can_allocate, a_request("r", num_prompt)).gives(status)
 
 
@@ -78,6 +80,14 @@ def test_a_preempted_request_needs_blocks_for_its_output_too(paged, a_request):
     call(scheduler.can_allocate, request).gives(OK)
     request.output_token_ids.append(7)
     call(scheduler.can_allocate, request).gives(LATER)
+
+
+def test_a_swapped_request_needs_blocks_for_its_computed_tokens_too(paged, a_request):
+    """SWAPPED, with 8 of 9 tokens computed: it has no block left, so it needs 3 again."""
+    request = a_request("r", 8)
+    request.output_token_ids.append(7)
+    request.num_computed_tokens, request.status = 8, RequestStatus.SWAPPED
+    call(paged(num_blocks=10).blocks_to_admit, request).gives(3)
 
 
 def test_can_allocate_takes_nothing(paged, a_request):

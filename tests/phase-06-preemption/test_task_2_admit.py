@@ -151,15 +151,18 @@ def test_the_watermark_is_kept(paged, a_request, admit):
 # A head that can never be admitted
 
 
-def test_a_head_that_has_outgrown_the_pool_is_finished(paged, a_request, admit):
+@pytest.mark.parametrize("others", [0, 8])
+def test_a_head_that_has_outgrown_the_pool_is_finished(paged, a_request, admit, others):
     """3 blocks of 4. While it waits, a request comes to have 13 tokens: no batch will ever have room for it.
 
     It is finished as FINISHED_CAPACITY, and `output.finished` names it. The next head is admitted in the same step.
+    That the step has 8 tokens of 16 left, fewer than 13, is no reason to wait.
     """
     large = a_request("large", 8)
-    scheduler = paged([large, a_request("next", 8)], num_blocks=3)
+    scheduler = paged([large, a_request("next", 8)], num_blocks=3, max_num_batched_tokens=16)
     come_back(large, 5)
-    output = admit(scheduler)
+    output = admit(scheduler, others)
+    output.num_scheduled_tokens.pop("others", None)
     that("finished", output.finished).gives(["large"])
     seen = large.status.name, large.output_token_ids, large.block_ids, scheduler.has_unfinished
     that("its status, output and blocks, and has_unfinished", seen).gives(("FINISHED_CAPACITY", [7] * 5, [], True))
@@ -232,6 +235,16 @@ def test_an_outgrown_request_is_admitted_alone(paged, a_request, admit):
     scheduler = outgrown(paged, a_request, a_request("first", 3))
     that("num_scheduled_tokens", admit(scheduler).num_scheduled_tokens).gives({"first": 3})
     that("num_scheduled_tokens, next", admit(scheduler).num_scheduled_tokens).gives({"grown": 25})
+
+
+def test_an_outgrown_request_behind_one_that_is_finished(paged, a_request, admit):
+    """3 blocks of 4, 10 tokens a step: one of 13 tokens is finished. No request was admitted: one of 11 is."""
+    requests = [a_request("large", 8), a_request("grown", 8)]
+    scheduler = paged(requests, num_blocks=3, max_num_batched_tokens=10)
+    for request, generated in zip(requests, (5, 3), strict=True):
+        come_back(request, generated)
+    output = admit(scheduler)
+    that("finished, and scheduled", (output.finished, output.num_scheduled_tokens)).gives((["large"], {"grown": 11}))
 
 
 def test_an_outgrown_request_needs_its_blocks(paged, a_request, admit):

@@ -109,6 +109,18 @@ def test_schedule_running_adds_to_the_step(paged, a_request, a_step):
     that("the queue", list(scheduler.waiting)).gives(["b"])
 
 
+def test_schedule_tokens_schedules_all_that_are_not_computed(paged, a_request, a_step):
+    """A request of which 2 tokens are not computed computes both (`schedule_tokens`), and both are charged."""
+    scheduler, output = paged([a_request("a", 4)], num_blocks=20, max_num_batched_tokens=8), SchedulerOutput()
+    a_step(scheduler)
+    scheduler.running[0].output_token_ids.append(7)
+    scheduler.token_budget = 8
+    call(scheduler.schedule_running, output).gives(None)
+    that("num_scheduled_tokens, token_budget", (output.num_scheduled_tokens, scheduler.token_budget)).gives(
+        ({"a": 2}, 6)
+    )
+
+
 def test_the_batch_comes_first(paged, a_request, a_step):
     """Two blocks are free. The batch takes one of them to grow, so a new request that needs two must wait."""
     scheduler = paged([a_request("old", 4)], num_blocks=3)
@@ -242,18 +254,22 @@ def test_a_preempted_request_has_no_turn(paged, a_request, a_step):
 
 
 @pytest.mark.parametrize(
-    ("num_requests", "num_blocks", "asked", "scheduled"), [(2, 3, [1], {0: 1}), (1, 1, [0], {}), (1, 2, [], {0: 1})]
+    ("num_requests", "num_blocks", "more", "asked", "scheduled"),
+    [(2, 3, 0, [1], {0: 1}), (1, 1, 0, [0], {}), (1, 2, 0, [], {0: 1}), (1, 2, 1, [0], {})],
 )
 def test_make_room_is_asked_only_for_lack_of_blocks(
-    num_requests, num_blocks, asked, scheduled, paged, a_request, a_step
+    num_requests, num_blocks, more, asked, scheduled, paged, a_request, a_step
 ):
     """With the last block free nothing need be made free; where make_room gives False, nothing more is scheduled.
 
-    A request that is alone asks like any other.
+    A request that is alone asks like any other. One that misses 2 blocks (1 and `more`) asks where 1 is free.
     """
     seen = []
 
     class Refuses(PagedScheduler):
+        def blocks_missing(self, request):
+            return super().blocks_missing(request) + (more if request.block_ids else 0)
+
         def make_room(self, request, output):
             seen.append(request.request_id)
             self.restart(self.running.pop())

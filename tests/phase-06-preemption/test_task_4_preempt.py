@@ -210,6 +210,7 @@ def test_alone_and_too_large_it_is_finished(paged, a_request, a_step):
     output = a_step(scheduler)
     seen = output.finished, output.preempted, output.num_scheduled_tokens
     that("finished, preempted, scheduled", seen).gives((["r"], [], {}))
+    that("num_preemptions", request.num_preemptions).gives(0)
     that("status", request.status.name).gives("FINISHED_CAPACITY")
     that("finish_reason", request.finish_reason).gives("capacity")
     that("generated tokens", request.output_token_ids).gives([7] * 5)

@@ -64,6 +64,26 @@ class Copied(TorchDispatchMode):
         return made
 
 
+class Moved(TorchDispatchMode):
+    """Counts the numbers that go from one device to another, and moves none: "meta", the GPU here, has none."""
+
+    num_numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default:
+            target, source = args[:2]
+        elif func is torch.ops.aten._to_copy.default:
+            source = args[0]
+            target = torch.empty_like(source, device=kwargs.get("device", source.device))
+        else:
+            return func(*args, **kwargs)
+        if target.device == source.device:
+            return func(*args, **kwargs)
+        self.num_numbers += source.numel() if source.is_floating_point() else 0
+        return target
+
+
 def numbers_made(function, *arguments):
     """How many numbers the tensors have that a call makes."""
     with Copied() as copied:
@@ -98,6 +118,18 @@ def test_the_blocks_that_move_are_copied_and_no_others():
         costs.append([numbers_made(*each) for each in calls])
     called = "numbers in the tensors made by swap_out, swap_in and copy_blocks, with 60 blocks"
     that(f"{called}, where 6 blocks take {costs[0]}", costs[1]).gives(costs[0])
+
+
+def test_the_host_is_the_cpu_and_only_what_moves_goes_there():
+    """A storage on another device ("meta"): of 6 blocks 2 move, and only their numbers go to the CPU and back."""
+    storage = PagedStorage(BlockPool(6, BLOCK_SIZE), LAYERS, HEADS, HEAD_DIM, device="meta")
+    host, moved = HostStorage(storage, 4), []
+    for move, pairs in ((host.swap_out, [(1, 2), (4, 0)]), (host.swap_in, [(2, 1), (0, 4)])):
+        with Moved() as counting:
+            call(move, pairs).gives(None)
+        moved.append(counting.num_numbers)
+    numbers = 2 * contents(storage, 0).numel()
+    that("numbers moved between the devices by swap_out, by swap_in", moved).gives([numbers, numbers])
 
 
 def test_back_to_other_blocks():

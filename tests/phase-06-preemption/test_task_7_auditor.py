@@ -7,7 +7,6 @@ import random
 from dataclasses import replace
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
-from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -15,18 +14,31 @@ import pytest
 from minicache.errors import InvariantError
 from minicache.memory.blocks import BlockPool
 from minicache.request import Request, RequestStatus
-from minicache.scheduler import create_scheduler
 from minicache.scheduler.audit import Auditor
+from minicache.scheduler.continuous import ContinuousBatchScheduler
 from minicache.scheduler.drive import drive
+from minicache.scheduler.fair import FairScheduler
 from minicache.scheduler.observe import observe
 from minicache.scheduler.output import SchedulerOutput
-from minicache.scheduler.paged import PagedScheduler
+from minicache.scheduler.static import StaticBatchScheduler
 from minicache_course.checks import CheckFailed, call, that, told
+from minicache_course.follow import following
 from minicache_course.seeds import fresh
 
-_spec = spec_from_file_location("right_steps", Path(__file__).with_name("right_steps.py"))
-right_steps = module_from_spec(_spec)
-_spec.loader.exec_module(right_steps)
+_spec = spec_from_file_location("right_paged", Path(__file__).with_name("right_paged.py"))
+right_paged = module_from_spec(_spec)
+_spec.loader.exec_module(right_paged)
+PagedScheduler = right_paged.right_scheduler()
+
+
+class RightFairScheduler(FairScheduler, PagedScheduler):
+    """Phase 7's, upon it."""
+
+
+@pytest.fixture(autouse=True)
+def _followed():
+    with following(PagedScheduler, "__init__"):
+        yield
 
 
 class Broken(PagedScheduler):
@@ -54,7 +66,7 @@ def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None
     """
     options |= {"num_blocks": num_blocks, "block_size": 4}
     told_options = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    called = f"a run of {cls.__name__}({told_options}), made from your PagedScheduler, under your Auditor"
+    called = f"a run of {cls.__name__}({told_options}) under your Auditor"
     for last in then or [None]:
         requests, scheduler = requests_of(*sizes, **(request_options or {})), observe(cls(**options), Auditor())
         if last is None:
@@ -62,6 +74,9 @@ def expose(cls, says, sizes=FOUR, *, num_blocks=4, token=0, request_options=None
         else:
             drive(scheduler, requests, max_steps=2)
             outcome = call(last, scheduler)
+        if last is None and outcome.error is None:
+            got = f"no error in {outcome.value.num_steps} steps"
+            raise CheckFailed(called, got, f"InvariantError saying {says!r}")
         replace(outcome, called=called).raises(InvariantError, saying=says)
 
 
@@ -117,7 +132,7 @@ def passes(scheduler, requests=(), *, arrivals=(), what, max_steps=100):
     """Runs a right scheduler under an auditor, which must be silent; the tally, and the auditor."""
     auditor = Auditor()
     outcome = call(drive, observe(scheduler, auditor), requests, arrivals=arrivals, max_steps=max_steps)
-    silent(outcome, f"{what}, made from your PagedScheduler, under your Auditor")
+    silent(outcome, f"{what}, under your Auditor")
     return outcome.value, auditor
 
 
@@ -127,25 +142,14 @@ def silent(outcome, what):
         raise CheckFailed(what, told(outcome.error), "no error") from outcome.error
 
 
-# What the schedulers of this task are made of
-
-
-@pytest.mark.parametrize("run", right_steps.RUNS)
-def test_the_scheduler_that_they_are_made_of(run):
-    """This task's schedulers are made from your PagedScheduler, which must take the steps that tasks 1 to 5 ask for."""
-    sizes, options = right_steps.RUNS[run]
-    outcome = call(right_steps.steps_of, PagedScheduler, sizes, options)
-    hint = "not audit.py: the mistake is in scheduler/paged.py. Mend tasks 6.1 to 6.5 first"
-    told_run = f"requests of (prompt, max_tokens) {sizes}, {options['num_blocks']} blocks of 4, {options['preemption']}"
-    called = f"your PagedScheduler, without an auditor: {told_run}"
-    if outcome.error is not None:
-        raise CheckFailed(called, told(outcome.error), "no error", hint) from outcome.error
-    for number, (got, expected) in enumerate(zip_longest(outcome.value, right_steps.recorded()[run])):
-        if got != expected:
-            raise CheckFailed(f"step {number} of {called}", str(got), str(expected), hint)
-
-
 # Right schedulers
+
+STAGES = {
+    "static": StaticBatchScheduler,
+    "continuous": ContinuousBatchScheduler,
+    "paged": PagedScheduler,
+    "fair": RightFairScheduler,
+}
 
 
 def a_setup(seed):
@@ -178,7 +182,9 @@ def a_setup(seed):
 def a_run(seed, *observers):
     """A random run of a right stage, with aborts, and steps that fail: what was done in each step."""
     name, options, requests, rng = a_setup(seed)
-    scheduler = observe(create_scheduler(name, **options), *observers)
+    stage = STAGES[name]
+    known = {option: value for option, value in options.items() if option in stage.Options.__annotations__}
+    scheduler = observe(stage(**known), *observers)
     steps, coming = [], list(requests)
     while coming or scheduler.has_unfinished:
         while coming and rng.random() < 0.6:
@@ -206,8 +212,7 @@ def test_right_schedulers_pass(seed):
     And no interference: the run is the same with the auditor and without.
     """
     name, options, _, _ = a_setup(seed)
-    whose = ", made from your PagedScheduler" if name in ("paged", "fair") else ""
-    what = f"a run of the stage {name!r}{whose}, with {', '.join(f'{key}={value!r}' for key, value in options.items())}"
+    what = f"a run of the stage {name!r} with {', '.join(f'{key}={value!r}' for key, value in options.items())}"
     alone, audited = call(a_run, seed), call(a_run, seed, Auditor())
     for how, outcome in (("without an auditor", alone), ("under your Auditor", audited)):
         silent(outcome, f"{what}, {how}")
@@ -622,8 +627,33 @@ def test_a_block_with_two_tables(scheduler, request, output):
 
 @broken("step 0, blocks", after="admit", sizes=[(8, 9)])
 def test_a_block_twice_in_one_table(scheduler, request, output):
-    """A request lists one of its blocks twice: two of its positions would share their rows."""
+    """A request lists one of its blocks twice: two of its positions would share their rows. The other one is free."""
+    scheduler.pool.free([request.block_ids[1]])
     request.block_ids[1] = request.block_ids[0]
+
+
+@broken("step 1, blocks", after="swap_out", **AWAY)
+def test_a_cpu_block_twice_in_one_list(scheduler, request, num_blocks, output):
+    """A request that was swapped out lists one of its two CPU blocks twice. The other one is free."""
+    scheduler.host_pool.free([request.host_block_ids[1]])
+    request.host_block_ids[1] = request.host_block_ids[0]
+
+
+def test_the_blocks_that_no_request_has_cost_nothing():
+    """A run in a pool of 20 blocks, and in one of 2000: `ref_count` is asked as often."""
+    asked = []
+
+    class Counting(BlockPool):
+        def ref_count(self, block_id):
+            asked[-1] += 1
+            return super().ref_count(block_id)
+
+    for num_blocks in (20, 2000):
+        asked.append(0)
+        scheduler = PagedScheduler(num_blocks=num_blocks, block_size=4)
+        scheduler.pool = Counting(num_blocks, 4)
+        passes(scheduler, requests_of(*FOUR), what=f"a run in {num_blocks} blocks")
+    that(f"calls of ref_count with 2000 blocks, where 20 take {asked[0]}", asked[1]).gives(asked[0])
 
 
 @pytest.mark.parametrize("block_id", [4, -1])
@@ -790,6 +820,12 @@ def test_the_oldest_is_preempted(scheduler, right, output):
     right(output)
 
 
+@broken("step 0, order", after="schedule")
+def test_a_batch_in_another_order(scheduler, output):
+    """The last arrival stands first in the batch."""
+    scheduler.running.insert(0, scheduler.running.pop())
+
+
 @broken("step 1, order", instead="priority_key", sizes=[*FOUR, (8, 9)])
 def test_a_victim_behind_newcomers(scheduler, right, request):
     """A victim stands behind a request that arrived later."""
@@ -831,6 +867,20 @@ def test_an_order_of_its_own():
     that("finished, in order", list(tally.finished)).gives([1, 0])
 
 
+def test_victims_in_an_order_of_its_own():
+    """The last arrival is the first of the batch, and the first arrivals are its last: these are preempted."""
+
+    class LastFirst(PagedScheduler):
+        first_come = False
+
+        def priority_key(self, request):
+            return (-request.arrival_index,)
+
+    scheduler = LastFirst(num_blocks=4, block_size=4)
+    tally, _ = passes(scheduler, requests_of(*FOUR), what="a scheduler in which the last arrival is the first")
+    that("finished, in order", list(tally.finished)).gives([3, 2, 1, 0])
+
+
 # Rule "work"
 
 
@@ -855,6 +905,13 @@ def test_nothing_happens(scheduler, right, output):
     scheduler.max_num_seqs -= 1
     right(output)
     scheduler.max_num_seqs += 1
+
+
+@broken("step 1, work", instead="schedule_running", sizes=[(4, 9)], **SWAP)
+def test_nothing_but_a_preemption(scheduler, right, output):
+    """The only request is swapped out, and nothing is computed: that is no progress."""
+    if scheduler.running:
+        scheduler.preempt(scheduler.running[-1], output)
 
 
 @broken("step 1, work", instead="schedule_tokens", num_blocks=20)
@@ -981,6 +1038,26 @@ def test_a_victim_that_did_not_leave(scheduler, output):
 def test_victims_in_the_wrong_order(scheduler, output):
     """The last one is named first, in the order in which they left."""
     output.preempted.sort()
+
+
+@broken("step 1, victims", after="schedule")
+def test_victims_that_are_named_twice(scheduler, output):
+    """`preempted` names each victim twice."""
+    output.preempted *= 2
+
+
+def test_one_between_two_victims_stays():
+    """Two of four are preempted, the last of the batch and then the second: the third has arrived after that one."""
+
+    class TakesEveryOther(Broken):
+        first_come = False
+
+        def preempt(self, request, output):
+            super().preempt(self.running[-1], output)
+            self.running.append(self.running.pop(1))
+            super().preempt(self.running[-1], output)
+
+    expose(TakesEveryOther, "step 1, victims", [(4, 9), (8, 9), (2, 9), (2, 9)], num_blocks=5)
 
 
 def test_a_newer_one_stays():

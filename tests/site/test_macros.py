@@ -275,7 +275,7 @@ def test_results_on_spanish_pages_have_no_english_words(macros: ModuleType) -> N
 
 @pytest.mark.parametrize("number", range(12))
 def test_all_titles_have_spanish(macros: ModuleType, number: int) -> None:
-    assert macros.task_table(number, "..", say=macros.SAY["es"]).startswith("| tarea | lo que escribes | tu fichero |")
+    assert macros.task_table(number, "..", say=macros.SAY["es"]).startswith("| tarea | lo que escribes | tu archivo |")
 
 
 def test_a_link_to_the_playground_names_what_there_is(macros: ModuleType) -> None:

@@ -51,7 +51,7 @@ def test_the_playground(browser: Chromium, address: str) -> None:
     assert texts(browser, "[data-pg=scheduler-b] option")[-1] == "sin segundo planificador"
     assert texts(browser, "[data-pg=run], [data-pg=play]") == ["Ejecutar", "Reproducir"]
     (summary,) = texts(browser, "[data-pg=summary]")
-    assert summary.startswith("lotes estáticos (fase 5), paso 3 de 0 a 13. calcula B decode; C decode. 3 en espera, ")
+    assert summary.startswith("batching estático (fase 5), paso 3 de 0 a 13. calcula B decode; C decode. 3 en espera, ")
     assert "admitidas: D" in summary
 
 
@@ -68,7 +68,7 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     browser.wait_for("document.querySelector('.mc-lab .cm-content')")
     labels = {"Ejecutar los tests", "Parar", "Cerrar", "Pista", "Restaurar", "Descargar", "Importar"}
     assert labels < set(texts(browser, ".mc-lab button"))
-    assert texts(browser, ".mc-status") == ["Tu fichero se queda en este navegador."]
+    assert texts(browser, ".mc-status") == ["Tu archivo se queda en este navegador."]
     browser.evaluate("document.querySelector('.mc-run').click()")
     browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
     assert texts(browser, ".mc-results th") == ["tarea", "tests", "puntos"]

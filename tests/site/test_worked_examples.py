@@ -286,7 +286,7 @@ def growing() -> Table:
 def a_missing_line() -> Table:
     _, each = two_prompts()
     rows = [[each.num_steps] * 2, [40] * 2, [1] * 2, [each.num_prefill_tokens, each.num_prefill_tokens - 81]]
-    return "phase-06-preemption/theory/05", "| | right | without", rows
+    return "phase-06-preemption/theory/04", "| | right | without", rows
 
 
 # --- phase 7 ---
@@ -344,7 +344,7 @@ def priority_keys() -> Table:
     place = {name: position for position, name in enumerate(served, start=1)}
     keys = [(each.request_id, each.arrival_index, scheduler.priority_key(each)[:3]) for each in requests]
     rows = [[*told[name], index, key, place[name]] for name, index, key in keys]
-    return "phase-07-fairness/theory/04", "| request | priority", rows
+    return "phase-07-fairness/theory/03", "| request | priority", rows
 
 
 @table
@@ -354,7 +354,7 @@ def orders() -> Table:
         run = phase_07.run_order(kind)
         urgent, tally = run.arrivals[-1][1], run.tally
         rows.append([urgent.num_preemptions, tally.finished["U"] + 1, tally.num_preemptions, tally.num_prefill_tokens])
-    return "phase-07-fairness/theory/04", "| | U preempted", rows
+    return "phase-07-fairness/theory/03", "| | U preempted", rows
 
 
 @table
@@ -364,7 +364,7 @@ def an_image_among_texts() -> Table:
         tally = phase_07.run_texts(kind).tally
         first = tally.first_token["image"]
         rows.append([first, len({name for names in tally.order[:first] for name in names})])
-    return "phase-07-fairness/theory/05", "| | image's first token", rows
+    return "phase-07-fairness/theory/04", "| | image's first token", rows
 
 
 # --- phase 8 ---
@@ -428,7 +428,7 @@ def what_admission_counts() -> Table:
     found = scheduler.find_prefix(b)
     needs, takes = scheduler.blocks_to_admit(b), scheduler.blocks_to_take(b, found)
     rows = [[needs], [needs - len(found)], [takes], [scheduler.pool.num_free]]
-    return "phase-08-prefix-sharing/theory/02", "| it takes | blocks", rows
+    return "phase-08-prefix-sharing/theory/02", "| what B takes | blocks", rows
 
 
 @table

@@ -36,7 +36,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
     attention, Ainslie et al. 2023).
 
     Args:
-        q: queries of the newest T tokens, `[B, H, T, d]`.
+        q: queries of the newest T tokens, `[B, H, T, d]`, T ≥ 1.
         k: keys of all S tokens, `[B, H_kv, S, d]`, with H a multiple of H_kv and S ≥ T.
         v: values of all S tokens, the shape of `k`.
         window: W ≥ 1, the most positions that a query sees. None: all of them.
@@ -47,7 +47,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
     Raises:
         TypeError: `window` is not an int.
         ValueError: the shapes do not match: not four dimensions, different batch or head size, H not a multiple of
-            H_kv, `v` not of the shape of `k`, or S < T; or `window` is below 1.
+            H_kv, `v` not of the shape of `k`, T = 0 or S < T; or `window` is below 1.
     """
     raise NotImplementedError(
         "phase 1, task 1: Causal attention; read docs/en/phase-01-dense-cache/lab/00-attention.md"

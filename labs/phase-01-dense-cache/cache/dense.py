@@ -55,7 +55,7 @@ class KVCache:
         device: the `torch.device` of what is stored.
 
     Raises:
-        TypeError: a size is not an int (True is none), or `dtype` is not a floating-point `torch.dtype`.
+        TypeError: a size is not an int (`True` is not one), or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.
     """
 
@@ -159,7 +159,7 @@ class KVCache:
 
         Args:
             layer: 0 … num_layers − 1.
-            q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            q: queries `[batch_size, num_heads, T, head_dim]`, T ≥ 1; num_heads is a multiple of num_kv_heads.
             window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:

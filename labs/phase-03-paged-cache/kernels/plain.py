@@ -71,7 +71,7 @@ def paged_decode_attention(
 
     Sequence i's query is its last token and sees all of them, 0 … context_lens[i] − 1. Query head h reads key/value
     head h // (H / H_kv). The slots after the sequence's last token hold other data, possibly NaN, and must not affect
-    the result.
+    the result. Scores and their softmax are fp32, whatever the dtype.
 
     Args:
         q: queries `[B, H, d]`; H is a multiple of H_kv.
@@ -106,8 +106,8 @@ def paged_prefill_attention(
 
     Sequence i's queries are the rows query_start_loc[i] : query_start_loc[i + 1]; call their number n. They are its
     last n tokens, and context_lens[i] counts them too: query t of them sees tokens 0 … context_lens[i] − n + t. A
-    sequence may have one query (decode), many (a prompt, or a part of one) or none. Heads and unused slots are as in
-    `paged_decode_attention`.
+    sequence may have one query (decode), many (a prompt, or a part of one) or none. Heads, unused slots and fp32 are as
+    in `paged_decode_attention`.
 
     Args:
         q: queries `[N, H, d]` of all sequences, one sequence after the other; H is a multiple of H_kv.

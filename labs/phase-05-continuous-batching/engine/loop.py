@@ -62,7 +62,8 @@ class EngineLoop:
         If nothing is scheduled, the model is not run; blocks are moved and the step is committed: it may have swapped a
         request out. A request whose logits give no token (None) is finished as FINISHED_ERROR before the tokens of the
         others are committed (`update_from_output`). Then chunks are emitted: first for the requests that `schedule()`
-        has finished without a token (`output.finished`, ids: capacity), then for those of the step, in batch order.
+        has finished without a token, for capacity (`output.finished` has their ids), then for those of the step, in
+        batch order.
 
         If anything raises before the commit, Ctrl-C included, `recover` is called, and the error is raised again.
 
@@ -95,7 +96,7 @@ class EngineLoop:
     def run_model(self, output: SchedulerOutput) -> Tensor:
         """One forward pass over all tokens that a step has to compute.
 
-        They form one row, request after request in batch order, each request's from the first uncomputed one on.
+        They form one row, request after request in batch order. A request's tokens begin at its first uncomputed one.
         `memory.make_step(output)` is the cache that keeps the requests apart, and `logits_at` runs the model, without
         gradients.
 
@@ -112,8 +113,8 @@ class EngineLoop:
     def pick(self, output: SchedulerOutput, logits: Tensor) -> dict[RequestId, int | None]:
         """Pick the next token of every request whose tokens are all computed with this step.
 
-        Each with its own sampler, all in one call of `sample`. Nothing is picked for a request that is still in
-        its prompt: its random generator must not advance.
+        Each request has its own sampler, and one call of `sample` picks for all. Nothing is picked for a request that
+        is still in its prompt: its random generator must not advance.
 
         Args:
             output: of `schedule()`.

@@ -28,7 +28,7 @@ class SamplingParams:
         max_tokens: the most tokens to generate, ≥ 1.
         temperature: 0 takes the likeliest token; 1 draws from the model's distribution; higher is more random.
         top_k: draw from the k likeliest tokens only; 0: from all.
-        top_p: draw from the smallest set of likeliest tokens whose probabilities add up to top_p, 0 < top_p ≤ 1, or
+        top_p: 0 < top_p ≤ 1: draw from the smallest set of likeliest tokens whose probabilities add up to top_p or
             more (nucleus sampling, Holtzman et al. 2020). 1: from all.
         seed: makes the request's tokens reproducible in any batch; None takes a random one.
         stop: strings that end the text. The text is cut before the first of them; the tokens stay. A single string
@@ -186,7 +186,7 @@ class TokenSampler:
         """The distribution of the next token: temperature first, then top-k, then top-p.
 
         In float64, the largest logit is subtracted before the division by the temperature: a temperature near 0 then
-        gives no infinity, and the likeliest token.
+        gives the likeliest token, and no infinity arises.
 
         Args:
             logits: `[vocab]`, of a request with temperature > 0.

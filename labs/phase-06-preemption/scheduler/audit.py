@@ -256,8 +256,8 @@ class Auditor(Observer):
     def check_victims(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "victims": a preempted request is listed, had to be preempted, and lost nothing else.
 
-        - `preempted` are the requests of `batch` that are no longer in the scheduler's batch and have not finished
-          (`output.finished`), each once. They were the last of `batch`, and the last is named first.
+        - Of `batch`, without the requests that have finished in this step (`output.finished`): `preempted` are those
+          that are no longer in the scheduler's batch, each once. They were its last, and the last is named first.
         - If any request is preempted, none is admitted: all that is scheduled `was_running`.
         - The victim named last had to be preempted: its tokens need more blocks than are free now. (Unless a request
           has finished in this step: its blocks are free now, and were not.)
@@ -274,9 +274,9 @@ class Auditor(Observer):
     def check_swaps(self, scheduler: Scheduler, output: SchedulerOutput) -> None:
         """Rule "swaps": the pairs to copy are the blocks that moved.
 
-        - `swapped_out` has the requests that are SWAPPED and were not in `notes`, and no others. Its pairs (block, CPU
-          block) are the first of the blocks that the request had in `notes`, one for each of its `host_block_ids`, in
-          order.
+        - `swapped_out` has the requests that are SWAPPED, and were not SWAPPED in `notes`, and no others. Its pairs
+          (block, CPU block) are the first of the blocks that the request had in `notes`, one for each of its
+          `host_block_ids`, in order.
         - `swapped_in` has the requests that were SWAPPED in `notes` and are RUNNING, and no others. Its pairs (CPU
           block, block) are the CPU blocks that the request had in `notes`, and the first of its `block_ids`, in order.
         - A request that was SWAPPED and is not RUNNING is still SWAPPED, with the same CPU blocks.

@@ -364,7 +364,7 @@ def break_even_batch(
         dtype: of weights and cache alike, see `dtype_nbytes`.
 
     Returns:
-        Sequences, ≥ 1: with one sequence fewer the step is still memory-bound. None if it is so at every batch size.
+        Sequences, ≥ 1: with one sequence fewer the step is still memory-bound. None if every batch is memory-bound.
 
     Raises:
         TypeError: `context_len` is not an int.

@@ -37,7 +37,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
     attention, Ainslie et al. 2023).
 
     Args:
-        q: queries of the newest T tokens, `[B, H, T, d]`.
+        q: queries of the newest T tokens, `[B, H, T, d]`, T ≥ 1.
         k: keys of all S tokens, `[B, H_kv, S, d]`, with H a multiple of H_kv and S ≥ T.
         v: values of all S tokens, the shape of `k`.
         window: W ≥ 1, the most positions that a query sees. None: all of them.
@@ -48,7 +48,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, window: int | None = No
     Raises:
         TypeError: `window` is not an int.
         ValueError: the shapes do not match: not four dimensions, different batch or head size, H not a multiple of
-            H_kv, `v` not of the shape of `k`, or S < T; or `window` is below 1.
+            H_kv, `v` not of the shape of `k`, T = 0 or S < T; or `window` is below 1.
     """
     _check_attention_shapes(q, k, v)
     if window is not None:
@@ -117,5 +117,7 @@ def _check_attention_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k share batch and head_dim; got q {list(q.shape)} and k {list(k.shape)}")
     if q.shape[1] % k.shape[1]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {k.shape[1]} key/value heads evenly")
+    if not q.shape[2]:
+        raise ValueError("attention is computed for at least one new token; got 0")
     if k.shape[2] < q.shape[2]:
         raise ValueError(f"{q.shape[2]} new tokens cannot be the last of {k.shape[2]}: append them before attending")

@@ -35,6 +35,10 @@ class PagedStorage:
         dtype: a floating-point `torch.dtype` to store.
         device: where to store it.
 
+    Attributes:
+        pool, num_layers, num_kv_heads, head_dim, dtype: as given.
+        device: where the blocks are, a `torch.device`.
+
     Raises:
         TypeError: a size is not an int, or `dtype` is not a floating-point `torch.dtype`.
         ValueError: a size is below 1.
@@ -168,10 +172,10 @@ class PagedKVCache(KVCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that no other cache can use.
+        """Bytes reserved for this cache.
 
         With its own storage: keys and values, all layers, `max_seq_len` tokens of every sequence, as in `KVCache`. Over
-        a shared storage nothing is reserved, and it is `nbytes_allocated`.
+        a given storage, and for a `fork`, nothing is reserved, and it is `nbytes_allocated`.
         """
         if not self._owns_storage:
             return self.nbytes_allocated
@@ -259,12 +263,12 @@ class PagedKVCache(KVCache):
     def attend(self, layer: int, q: Tensor, *, window: int | None = None) -> Tensor:
         """Causal attention of the newest T tokens over everything that `layer` holds, through the block tables.
 
-        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`. T = 1 is decode
-        attention (`minicache.kernels.paged_decode_attention`), more is prefill (`paged_prefill_attention`).
+        Call it after `append(layer, …)`: the queries belong to the last T tokens of `read(layer)`.
+        `minicache.kernels.paged_attention` computes prefill and decode.
 
         Args:
             layer: 0 … num_layers − 1.
-            q: queries `[batch_size, num_heads, T, head_dim]`; num_heads is a multiple of num_kv_heads.
+            q: queries `[batch_size, num_heads, T, head_dim]`, T ≥ 1; num_heads is a multiple of num_kv_heads.
             window: W ≥ 1, the layer's sliding window: a token sees itself and the W − 1 before it. None: all before it.
 
         Returns:
@@ -320,8 +324,8 @@ class PagedKVCache(KVCache):
 
         Both read the shared blocks; neither may write to one. So where num_tokens is no multiple of the block size,
         `append` raises SharedBlockError in both, until the other has freed the unfinished block (`reset`, or
-        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one,
-        and the fork reserves nothing.
+        `truncate`). A fork of a cache with its own storage shares that storage: together they have the blocks of one.
+        The fork reserves nothing, so its `nbytes` is `nbytes_allocated`.
 
         Returns:
             A new cache over the same storage.

@@ -59,8 +59,8 @@ class Scheduler(ABC):
         max_model_len: as given.
         host_pool: the `BlockPool` of the CPU swap space (phase 6); None without one.
         prefix_caching: whether there is a prefix cache (phase 8).
-        first_come: whether the stage guarantees that no request in `waiting` arrived before one ahead of it there, or
-            in `running`. False for a stage with another order.
+        first_come: whether the stage keeps the order of arrival: every request of `running` arrived before those of
+            `waiting`, which are in order too. False for a stage with another order.
         chunks_prompts: whether a prompt may be longer than one step (phase 9).
         overlaps: whether `schedule()` may be called while a step is outstanding (phase 12).
 
@@ -225,7 +225,7 @@ class Scheduler(ABC):
         Raises:
             ValueError: `output` is not the last one, or was committed before; a token is missing, is negative, or is
                 for a request that the step did not have. Nothing has changed: correct the tokens and call again.
-            TypeError: a token is not an int (a bool or a tensor is none). Nothing has changed.
+            TypeError: a token is not an int; a bool or a tensor does not count as one. Nothing has changed.
         """
         self._check_tokens(output, token_ids)
         self.outstanding = None
@@ -398,7 +398,7 @@ class Scheduler(ABC):
         running one has blocks for what it has computed.
 
         Raises:
-            InvariantError: it is not. The message names a request or a block.
+            InvariantError: the state is not consistent. The message names a request or a block.
         """
         self.pool.check()
         in_batch = {id(request) for request in self.running}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import csv
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from gettext import gettext as _
 from itertools import groupby
 from pathlib import Path
@@ -19,10 +22,15 @@ from minicache_cli.show import REPORT, progress, save_json, show_files
 from minicache_course.errors import CourseError
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from minicache_course.arena.score import Score
 
 app = typer.Typer(cls=Group, no_args_is_help=True, help="The arena: score a scheduling policy of your own.")
 console = Console(highlight=False)
+
+LOAD_SECONDS = 60.0
+"""Seconds of the processor that a policy may take for one load, of which a baseline takes about one."""
 
 League = Annotated[
     Literal["scheduler", "fleet"],
@@ -58,13 +66,17 @@ def run(
         raise typer.BadParameter(_("name a policy or --baseline, not both"))
     if baseline in FLEETS:
         league = "fleet"
+    elif baseline is not None and league == "fleet":
+        message = _("{baseline} is no baseline of the fleet league: there are {names}")
+        raise typer.BadParameter(message.format(baseline=baseline, names=", ".join(FLEETS)))
     if league == "fleet" and trace is not None:
         raise typer.BadParameter(_("--trace is for schedulers"))
     try:
-        text = text_of(baseline) if baseline is not None else _text(policy or _own(league))
+        file = policy or _own(league) if baseline is None else None
+        text = text_of(baseline or "") if file is None else _text(file)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    found = _score(text, league, seed, baseline, trace)
+    found = _score(text, league, seed, baseline, trace, file)
     console.print(_table(found))
     console.print(_("[bold]Score: {percent:.2f} % of the bound[/]").format(percent=found.percent))
     if out is not None:
@@ -81,9 +93,14 @@ def verify(
 ) -> None:
     """Recompute a score file. The exit status is 1 if anything differs."""
     from minicache_course.arena.record import differences, read
+    from minicache_course.arena.score import digest
 
-    claimed = read(file)
-    found = _score(_text(policy), claimed["league"], claimed["seed"], trace=trace)
+    claimed, text = read(file), _text(policy)
+    if claimed["policy"] != digest(text):
+        message = _("{policy} is not the policy that {file} is about")
+        console.print(message.format(policy=policy, file=file), style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+    found = _score(text, claimed["league"], claimed["seed"], trace=trace, file=policy)
     if told := differences(claimed, found, __version__):
         for line in told:
             console.print(line, style="red", markup=False, soft_wrap=True)
@@ -137,18 +154,72 @@ def grade(
     show_files(console, [out])
 
 
-def _score(text: str, league: str, seed: int, baseline: str | None = None, trace: Path | None = None) -> Score:
-    """Run a policy, with a progress bar."""
+def _score(
+    text: str,
+    league: str,
+    seed: int,
+    baseline: str | None = None,
+    trace: Path | None = None,
+    file: Path | None = None,
+) -> Score:
+    """Run a policy, with a progress bar. What it is refused for names its file."""
     from minicache_course.arena import fleet, score
     from minicache_course.arena.baselines import ORACLES
+    from minicache_course.arena.loop import PolicyRefusedError
     from minicache_course.arena.traces import read_trace
 
-    if league == "fleet":
-        with progress(console, _("Serving"), len(fleet.WAVES)) as tell:
-            return fleet.score(text, seed=seed, tell=tell)
     given = None if trace is None else [read_trace(trace)]
-    with progress(console, _("Serving"), score.NUM_LOADS if given is None else 1) as tell:
-        return score.score(text, seed=seed, given=given, oracle=baseline in ORACLES, tell=tell)
+    count = len(fleet.WAVES) if league == "fleet" else score.NUM_LOADS if given is None else 1
+    try:
+        with progress(console, _("Serving"), count) as tell, _no_longer_than(LOAD_SECONDS * (trace is None)) as again:
+
+            def done(number: int) -> None:
+                again()
+                tell(number)
+
+            if league == "fleet":
+                return fleet.score(text, seed=seed, tell=done)
+            return score.score(text, seed=seed, given=given, oracle=baseline in ORACLES, tell=done)
+    except PolicyRefusedError as error:
+        raise CourseError(f"{file}: {error}" if file else str(error)) from error
+
+
+@contextmanager
+def _no_longer_than(seconds: float) -> Iterator[Callable[[], object]]:
+    """Refuse a policy of which a call does not return: after so much time of the processor for one load.
+
+    The time is the processor's: a busy machine makes no difference. Where there is no such timer, nothing is refused.
+
+    Args:
+        seconds: 0: as many as it takes.
+
+    Yields:
+        What begins the time anew.
+    """
+    from minicache_course.arena.loop import POLICY_FILE, PolicyRefusedError
+
+    if not seconds or not hasattr(signal, "setitimer"):
+        yield lambda: None
+        return
+
+    def late(_signal: int, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename != POLICY_FILE:
+            frame = frame.f_back
+        line = frame.f_lineno if frame is not None else None
+        where = _("line {line}: ").format(line=line) if line else ""
+        what = _("a call has not returned after {seconds} s of computing").format(seconds=f"{seconds:g}")
+        raise PolicyRefusedError("endless", where + what, line)
+
+    def again() -> None:
+        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # each second more, in case the policy goes on
+
+    before = signal.signal(signal.SIGVTALRM, late)
+    again()
+    try:
+        yield again
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def _own(league: str) -> Path:

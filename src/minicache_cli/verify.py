@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from gettext import gettext as _
 from pathlib import Path
 from time import perf_counter
@@ -61,19 +62,28 @@ def verify(
         def tell(count: int) -> None:
             bar.update(line, description=_("{count} states").format(count=f"{count:,}"))
 
-        reports = list(explore_all(todo, STAGE_PROPERTIES if policy is None else PROPERTIES, tell=tell))
-    _show(reports, perf_counter() - begun, console)
-    wrong = [report for report in reports if report.violation]
-    if not wrong:
+        rules = STAGE_PROPERTIES if policy is None else PROPERTIES
+        reports = []
+        with closing(explore_all(todo, rules, tell=tell)) as ended:
+            for report in ended:
+                reports.append(report)
+                if report.violation:
+                    break
+    _show(reports, console)
+    violation = report.violation
+    if violation is None:
+        count, seconds = sum(each.num_states for each in reports), perf_counter() - begun
+        words = _("{count} states in {seconds} s: {rate} a second")
+        console.print(words.format(count=f"{count:,}", seconds=f"{seconds:.1f}", rate=f"{count / seconds:,.0f}"))
         console.print(_("[bold green]No rule is broken[/], whatever happens within these bounds."))
         return
-    shortest = min(wrong, key=lambda report: len(report.violation.actions) if report.violation else 0)
-    assert shortest.violation is not None
-    case = next(each for each in todo if each.name == shortest.case)
-    console.print(_("[bold red]A rule is broken[/]. The shortest way there, {case}:").format(case=shortest.case))
-    for each in story(case, shortest.violation):
+    case = next(each for each in todo if each.name == report.case)
+    console.print(
+        _("[bold red]A rule is broken[/]. The shortest way there in this case, {case}:").format(case=report.case)
+    )
+    for each in story(case, violation):
         console.print(escape(each), soft_wrap=True)
-    page = f"http://127.0.0.1:{PORT}/{address(None)}playground/#{fragment(case, shortest.violation.actions)}"
+    page = f"http://127.0.0.1:{PORT}/{address(None)}playground/#{fragment(case, violation.actions)}"
     console.print(_("Step by step, in the playground that `minicache docs` serves:"))
     console.print(escape(page), soft_wrap=True)
     if mine or policy is not None:
@@ -81,16 +91,13 @@ def verify(
     raise typer.Exit(1)
 
 
-def _show(reports: list[Report], seconds: float, console: Console) -> None:
+def _show(reports: list[Report], console: Console) -> None:
     """A table of what was explored."""
     table = figures("", _("states"), _("actions"), _("depth"), _("seconds"), **REPORT)
     for report in sorted(reports, key=lambda each: each.case):
         counts = (f"{report.num_states:,}", f"{report.num_actions:,}", f"{report.depth}", f"{report.seconds:.1f}")
         table.add_row(report.case, *counts)
     console.print(table)
-    count = sum(report.num_states for report in reports)
-    words = _("{count} states in {seconds} s: {rate} a second")
-    console.print(words.format(count=f"{count:,}", seconds=f"{seconds:.1f}", rate=f"{count / seconds:,.0f}"))
 
 
 def policy_in(file: Path) -> Callable[..., Scheduler]:

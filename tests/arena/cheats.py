@@ -77,7 +77,7 @@ def schedule(self):
 """),
     ),
     "it aborts what is long": (
-        "audit",
+        "dropped",
         policy("""
 def schedule(self):
     for request in list(self.running):
@@ -175,6 +175,30 @@ def create(arena):
 def schedule_waiting(self, output):
     pass
 """),
+    ),
+    "it changes a class of ours, and a request is wrong by it": (
+        "tampering",
+        """
+from minicache.request import Request
+from minicache.scheduler import PagedScheduler
+Request.num_tokens = 3
+def create(arena):
+    return PagedScheduler(**arena.options)
+""",
+    ),
+    "it changes a table of ours": (
+        "tampering",
+        """
+from minicache.memory.eviction import EVICTION, LeastRecentlyUsed
+from minicache.scheduler import PagedScheduler
+
+class Other(LeastRecentlyUsed):
+    pass
+
+EVICTION["lru"] = Other
+def create(arena):
+    return PagedScheduler(**arena.options)
+""",
     ),
     "it changes a class of ours": (
         "tampering",

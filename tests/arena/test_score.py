@@ -85,4 +85,50 @@ def test_another_file_is_no_score_file(text, tmp_path):
 def test_a_refused_policy_is_one_line(few_loads, tmp_path):
     (tmp_path / "policy.py").write_text("import time\n")
     refused = CliRunner().invoke(app, ["arena", "run", str(tmp_path / "policy.py")])
-    assert "refused (import): few at 1.0 sessions/s: line 1: time" in str(refused.exception)
+    assert f"{tmp_path / 'policy.py'}: refused (import): line 1: time" in str(refused.exception)
+
+
+def test_no_python_is_named_with_its_line_before_anything_is_served(monkeypatch, tmp_path):
+    monkeypatch.setattr(scoring, "loads", lambda seed: pytest.fail("a load was made"))
+    (tmp_path / "policy.py").write_text("x = 1\ndef create(arena)\n")
+    refused = CliRunner().invoke(app, ["arena", "run", str(tmp_path / "policy.py")])
+    assert str(refused.exception) == f"{tmp_path / 'policy.py'}: refused (syntax): line 2: expected ':'"
+
+
+def test_verifying_another_policy_is_one_line(few_loads, tmp_path):
+    (tmp_path / "score.json").write_text(json.dumps(as_record(score(text_of("chunked")), "1", "ada")))
+    (tmp_path / "other.py").write_text(text_of("paged"))
+    refuted = CliRunner().invoke(app, ["arena", "verify", str(tmp_path / "score.json"), str(tmp_path / "other.py")])
+    assert refuted.exit_code == 1
+    assert [line for line in refuted.output.splitlines() if line] == [
+        f"{tmp_path / 'other.py'} is not the policy that {tmp_path / 'score.json'} is about"
+    ]
+
+
+def test_a_baseline_of_the_other_league_is_refused():
+    refused = CliRunner().invoke(
+        app, ["arena", "run", "--league", "fleet", "--baseline", "chunked"], env={"COLUMNS": "200"}
+    )
+    assert refused.exit_code == 2
+    assert "fleet_round_robin, fleet_affinity" in refused.output
+
+
+ENDLESS = """
+from minicache.scheduler import ChunkedPrefillScheduler
+
+class Endless(ChunkedPrefillScheduler):
+    def head(self):
+        while True:
+            pass
+
+def create(arena):
+    return Endless(**arena.options)
+"""
+
+
+def test_a_call_that_does_not_return_is_stopped(few_loads, monkeypatch, tmp_path):
+    monkeypatch.setattr("minicache_cli.arena.LOAD_SECONDS", 0.2)
+    (tmp_path / "policy.py").write_text(ENDLESS)
+    refused = CliRunner().invoke(app, ["arena", "run", str(tmp_path / "policy.py")])
+    assert "refused (endless): few at 1.0 sessions/s: line " in str(refused.exception)
+    assert "a call has not returned after 0.2 s of computing" in str(refused.exception)

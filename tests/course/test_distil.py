@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import libcst as cst
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,8 @@ from safetensors.torch import save_file
 from minicache.engine.llm import LLM
 from minicache.engine.sampling import SamplingParams
 from minicache.model.decoder import Decoder, DecoderConfig
+from minicache_course.distil.fold import drop_parameters
+from minicache_course.distil.sources import Definition
 from minicache_course.distil.write import MAX_LINES, distilled
 from minicache_course.errors import CourseError
 from minicache_course.table import load_course
@@ -120,7 +123,7 @@ def test_no_stage_is_left_and_no_call_of_another(engine_file: Path) -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
     }
-    assert raised == {"OutOfBlocksError", "RequestTooLargeError", "UnsupportedModelError"}
+    assert raised == {"MinicacheError", "OutOfBlocksError", "RequestTooLargeError", "UnsupportedModelError"}
 
 
 def test_it_schedules_as_vllm_does(engine: ModuleType) -> None:
@@ -149,6 +152,50 @@ def test_it_schedules_as_vllm_does(engine: ModuleType) -> None:
             assert steps == expected
             num_steps += len(steps)
     assert num_steps > 30_000
+
+
+def test_nothing_is_left_of_what_this_engine_does_not_have(engine_file: Path) -> None:
+    text = engine_file.read_text(encoding="utf-8")
+    names = ("draft_token_ids", "num_placeholders", "other_block_ids", "blocks_to_load", "sliding_window", "scale=")
+    of_the_course = ("phase ", "BlockTable", "addcmul_", "cast(", "chunks_prompts", "rotation_kinds", "_used(")
+    assert [each for each in (*names, *of_the_course) if each in text] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [([], "python FILE FOLDER PROMPT"), (["no/such/folder", "Hello"], "no/such/folder has no config.json: name the")],
+)
+def test_the_file_says_how_it_is_used(engine_file: Path, arguments: list[str], says: str) -> None:
+    done = subprocess.run([sys.executable, str(engine_file), *arguments], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_prompt_is_not_empty(engine: ModuleType, llama: Path) -> None:
+    mine = engine.Engine(engine.load_llama(llama), None, **OPTIONS)
+    with pytest.raises(engine.MinicacheError, match="at least one token"):
+        mine.add_request([], engine.SamplingParams())
+    assert not mine.answers
+
+
+def test_of_parameters_those_go_that_every_call_passes_alike() -> None:
+    text = """
+def one(a: int, *, b: int | None = None, c: int = 0) -> int:
+    if b is None:
+        return a
+    return b
+
+
+def other(a: int) -> int:
+    return one(a, c=a)
+"""
+    nodes = [each for each in cst.parse_module(text).body if isinstance(each, cst.FunctionDef)]
+    definitions = [Definition("m", node.name.value, [node]) for node in nodes]
+    drop_parameters(definitions, {"other"})
+    code = [cst.Module([each.node]).code.strip() for each in definitions]
+    assert code[0] == "def one(a: int) -> int:\n    return a"
+    assert code[1] == "def other(a: int) -> int:\n    return one(a)"
 
 
 OPTIONS = {"num_blocks": 24, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24}

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minicache.memory.reservation import padded_rows, padding_share
-from minicache_course.checks import call
+from minicache_course.checks import call, that
 from minicache_course.seeds import one_of
 
 repeatable = settings(max_examples=60, deadline=None, derandomize=True, database=None, report_multiple_bugs=False)
@@ -56,7 +56,7 @@ def test_the_lengths_stay_as_they_are(fn):
     """The argument is not changed."""
     lengths = [5, 2, 9]
     call(fn, lengths)
-    call(list, lengths).gives([5, 2, 9])
+    that(f"the lengths after {fn.__name__}", lengths).gives([5, 2, 9])
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [5, 0, 3], [-1, 4]], ids=str)

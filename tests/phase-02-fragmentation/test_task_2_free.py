@@ -31,6 +31,7 @@ def test_merging_stops_at_a_buddy_that_is_taken():
     call(memory.free, 4).gives(None)
     call(memory.free, 8).gives(None)
     call(memory.free_runs).gives([(4, 4), (8, 4)])
+    call(memory.check).gives(None)
     that("largest_free with 8 contiguous slots free", memory.largest_free).gives(4)
     call(memory.allocate, 8).raises(OutOfSlotsError)
     call(memory.free, 0).gives(None)
@@ -203,12 +204,17 @@ def test_true_books_pass():
         pytest.param({"allocations": [], "num_used": 0}, id="slots 0 to 3 are in no run"),
         pytest.param({"free_runs": [(0, 8)], "num_free": 8, "largest_free": 8}, id="slots 0 to 3 are free and taken"),
         pytest.param({"allocations": [(0, 4), (2, 2)], "num_used": 6}, id="slots 2 and 3 are taken twice"),
+        pytest.param(
+            {"allocations": [(0, 4), (2, 2)], "free_runs": [(6, 2)], "num_used": 6, "num_free": 2, "largest_free": 2},
+            id="slots 2 and 3 are taken twice, and 4 and 5 are in no run",
+        ),
         pytest.param({"free_runs": [(4, 4), (8, 1)], "num_free": 5}, id="a run beyond the last slot"),
         pytest.param({"allocations": [(0, 3), (3, 1)]}, id="a run of 3"),
         pytest.param({"allocations": [(0, 1), (1, 2), (3, 1)]}, id="a run of 2 at slot 1"),
         pytest.param({"free_runs": [(4, 2), (6, 2)], "largest_free": 2}, id="two free buddies"),
         pytest.param({"num_free": 5}, id="num_free is wrong"),
         pytest.param({"num_used": 3}, id="num_used is wrong"),
+        pytest.param({"num_used": 3, "num_free": 5}, id="num_used and num_free are wrong by the same number"),
         pytest.param({"largest_free": 2}, id="largest_free is wrong"),
     ],
 )

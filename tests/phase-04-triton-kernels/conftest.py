@@ -57,6 +57,7 @@ def watched(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             with _watching(_forbidden(**given), given, kernel) as log:
                 got = fn(*args, **kwargs, backend="triton")
             _check_that_all_is_stored(log, given, got, kernel)
+            _check_that_caches_are_read_in_place(log, given, kernel)
             if "query_start_loc" in given:
                 _check_that_tiles_load_what_they_see(log, **given)
             elif "context_lens" in given:
@@ -200,6 +201,16 @@ def _check_that_all_is_stored(log: Log, given: Mapping[str, Any], got: Any, kern
             raise MemoryAccessError(f"no program stores {name}{index}: it stays uninitialised")
 
 
+def _check_that_caches_are_read_in_place(log: Log, given: Mapping[str, Any], kernel: str | None) -> None:
+    """Raise if the launcher has given its kernels copies of the caches."""
+    for name in ("cache", "k_cache", "v_cache"):
+        if kernel is not None and name in given and name not in log.in_place:
+            raise MemoryAccessError(
+                f"{name} is copied before the launch, by contiguous() or to(): a cache is gigabytes, so a kernel reads "
+                "it where it is, with its strides and in its dtype"
+            )
+
+
 def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
     """Raise if decode attention loads more numbers than each sequence's keys and values have."""
     lengths = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1)
@@ -214,14 +225,16 @@ def _check_that_groups_share_their_loads(log: Log, **given: Any) -> None:
 
 
 def _check_that_splits_are_even(log: Log, tile: int, num_splits: int, **given: Any) -> None:
-    """Raise if a split loads more slots than its share of the longest sequence's visible tokens, in whole tiles."""
-    visible = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1)
-    most = math.ceil(math.ceil(int(visible.max()) / tile) / num_splits) * tile
+    """Raise if a split does not load its share of its sequence's visible tokens, in whole tiles."""
+    visible = given["context_lens"].clamp(max=given.get("sliding_window") or 2**31 - 1).tolist()
     for program, rows in log.rows("k_cache", "load").items():
-        if len(rows) > most:
+        _, seq, split = program
+        size = math.ceil(math.ceil(visible[seq] / tile) / num_splits) * tile
+        share = min(max(visible[seq] - split * size, 0), size)
+        if len(rows) != share:
             raise MemoryAccessError(
-                f"split_kernel, program {program}, loads {len(rows)} slots of k_cache: {int(visible.max())} "
-                f"visible tokens in {num_splits} splits of whole tiles of {tile} are {most} per split"
+                f"split_kernel, program {program}, loads {len(rows)} slots of k_cache, and not {share}: {visible[seq]} "
+                f"visible tokens in {num_splits} splits of whole tiles of {tile} are {size} per split"
             )
 
 
@@ -240,6 +253,11 @@ def _check_that_tiles_load_what_they_see(log: Log, **given: Any) -> None:
             visible.update((tables[i][place // size], place % size) for place in seen)
         for name in ("k_cache", "v_cache"):
             if more := [row for row in log.rows(name, "load").get(program, []) if row not in visible]:
+                if not queries:
+                    raise MemoryAccessError(
+                        f"prefill_kernel, program {program}, loads {name}{list(more[0])} and no query: its tile begins "
+                        "past its sequence's last query, so it has to return"
+                    )
                 first, last = queries[0][0], queries[-1][0]
                 raise MemoryAccessError(
                     f"prefill_kernel, program {program}, loads {name}{list(more[0])}, which none of its queries sees "
@@ -633,10 +651,12 @@ def last_of_thousands(batch, device) -> Callable[..., None]:
 
 
 @pytest.fixture(scope="session")
-def reads_no_values() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def reads_no_values(device) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """`reads_no_values(launcher)`: the launcher, failing if it reads a tensor's values."""
 
     def wrap(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        """Traced, if the interpreter runs it: a bad access is then an error, and does not end the process."""
+
         def refuse(self: Tensor, *_: Any) -> Any:
             raise AssertionError("the launcher reads a tensor's values: on a GPU it waits for them")
 
@@ -645,6 +665,8 @@ def reads_no_values() -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             with ExitStack() as stack:
                 for name in ("item", "tolist", "numpy", "__int__", "__index__", "__float__", "__bool__"):
                     stack.enter_context(patch.object(Tensor, name, refuse))
+                if device.type == "cpu":
+                    stack.enter_context(trace())
                 return launcher(*args, **kwargs)
 
         return run

@@ -164,6 +164,15 @@ def test_a_group_far_from_zero(quantizes, is_near):
     is_near(-weight, quantizes(-weight, "int4"))
 
 
+def test_numbers_count_from_the_minimum_that_is_kept(quantizes):
+    """float16 keeps 1.0004 as 1: with the scale 0.001, 1.0077 is 7.7 steps above that, and becomes 8, not 7."""
+    weight = torch.full((1, 32), 1.0004)
+    weight[0, :2] = torch.tensor([1.0154, 1.0077])
+    got = quantizes(weight, "int4")
+    that("the minimum", got.minimum.item()).gives(1.0)
+    that("the numbers", codes(got)[0, :3].tolist()).gives([15, 8, 0])
+
+
 def test_a_group_of_tiny_numbers(quantizes):
     """float16 rounds the scale 8.6 · 10⁻⁸ down to 6.0 · 10⁻⁸, its smallest number: the numbers are clamped to ±127."""
     got = quantizes(group(1.09e-5, -1.09e-5, 3e-6), "int8")
@@ -176,8 +185,11 @@ def test_weights_of_other_dtypes(quantizes, is_near, dtype, stored):
     """All arithmetic is in float32, and the weight is not changed. It may be a parameter."""
     weight = torch.nn.Parameter(random_weight(2, 3).to(stored))
     before = weight.detach().clone()
-    is_near(weight.detach(), quantizes(weight, dtype))
+    got = quantizes(weight, dtype)
+    is_near(weight.detach(), got)
     that("the weight afterwards", weight.detach()).gives(before)
+    same = quantizes(before.float(), dtype)
+    that("the scales, against those of the weight in float32", got.scale.float()).gives(same.scale.float())
 
 
 @both

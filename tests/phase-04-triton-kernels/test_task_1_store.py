@@ -134,6 +134,15 @@ def test_no_tokens(device, stores):
     stores(*rows(device, 0, 2, 16), *empty(device, 3, 4, 2, 16), [], slots)
 
 
+def test_the_launcher_does_not_read_slots(device, reads_no_values):
+    """The slots are on the GPU: a launcher that reads their values waits for the GPU."""
+    from minicache.kernels import store
+
+    slots = torch.tensor([6, -1, 1], device=device)
+    given = *rows(device, 3, 2, 16), *empty(device, 3, 4, 2, 16), slots
+    call(reads_no_values(store.store_kv), *given).gives(None)
+
+
 def test_padding_is_not_stored_whatever_it_holds(device, stores):
     """A padding row may hold NaN, which must not reach any slot."""
     k, v = rows(device, 4, 3, 20)

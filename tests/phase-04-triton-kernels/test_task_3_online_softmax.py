@@ -78,8 +78,8 @@ def test_more_than_one_tile(attends, num_keys):
 
 
 def test_scores_far_below_zero(attends):
-    """All scores of all 16 queries at −400: with an initial maximum of 0 every exponential is 0."""
-    q, k, v = scored([-400.0, -401.0, -402.0])
+    """All scores at −40,000: under an initial maximum of 0, or −10,000 for a missing key, all exponentials are 0."""
+    q, k, v = scored([-40_000.0, -40_001.0, -40_002.0])
     attends(q.expand(16, -1).contiguous(), k, v)
 
 

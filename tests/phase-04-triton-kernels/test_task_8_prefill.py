@@ -160,7 +160,7 @@ def test_shared_blocks(batch, prefill):
 @pytest.mark.parametrize("window", [1, 4, 12], ids=lambda what: f"a window of {what}")
 def test_a_window_of_its_own_for_each_token(batch, prefill, window):
     """Each new token sees itself and the W − 1 before it. A tile reads nothing before its first token's window."""
-    prefill(batch([20, 9], 1, 16, 8), [11, 9], 2, sliding_window=window)
+    prefill(batch([20, 9], 1, 16, 8), [11, 9], 4, sliding_window=window)  # 8 tokens a tile
 
 
 def test_alibi(batch, prefill, device, apart):

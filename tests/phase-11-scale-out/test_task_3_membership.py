@@ -82,7 +82,7 @@ def test_one_name_joins_once(membership):
 def test_it_must_take_at_least_one(membership, most, error):
     """max_unfinished is an int of at least 1; a replica that is refused has not joined."""
     call(membership.join, "c", max_unfinished=most).raises(error)
-    shows(membership, a=0, b=0)
+    that("the members", sorted(membership.members)).gives(["a", "b"])
 
 
 # Requests
@@ -122,6 +122,13 @@ def test_an_attempt_ends_once(membership):
     shows(membership, a=1, b=0)
 
 
+def test_a_replica_may_get_more_than_it_takes(membership):
+    """Routers leave out a full replica; what was sent to it still counts."""
+    membership.join("c", max_unfinished=1)
+    send(membership, "c", "p", "q")
+    shows(membership, a=0, b=0, c=2)
+
+
 def test_two_attempts_of_one_request(membership):
     """The same request was sent to a twice: each attempt counts until it ends."""
     first, second = send(membership, "a", "p", "p")
@@ -135,6 +142,7 @@ def test_two_attempts_of_one_request(membership):
 def test_nothing_is_sent_to_a_replica_that_is_not_there(membership):
     """ValueError for c, and nothing has changed: a c that joins afterwards is idle."""
     call(membership.on_sent, "p", "c").raises(ValueError)
+    that("replica_of", membership.replica_of).gives({})
     membership.join("c", max_unfinished=1)
     shows(membership, a=0, b=0, c=0)
 

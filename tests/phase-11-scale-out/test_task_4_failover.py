@@ -151,11 +151,12 @@ def test_the_next_attempt_continues_prompt_and_tokens():
     state(stream).gives(([1, 2, 3, 4, 5, 6], "length", False))
 
 
-def test_a_death_before_the_first_token():
+@pytest.mark.parametrize("seed", [11, 0])
+def test_a_death_before_the_first_token(seed):
     """Nothing was received: the next replica gets the same request, with the same seed."""
-    stream = a_stream(6, seed=11)
+    stream = a_stream(6, seed=seed)
     call(stream.fail, begin(stream)).gives(True)
-    asked(begin(stream, "b")).gives(("b", PROMPT, 6, 11))
+    asked(begin(stream, "b")).gives(("b", PROMPT, 6, seed))
 
 
 def test_a_sampled_stream_does_not_draw_the_same_numbers_again():
@@ -231,12 +232,13 @@ def test_complete_at_the_last_attempt_is_no_error():
     state(stream).gives(([1, 2], "length", False))
 
 
-@pytest.mark.parametrize("stop_token_ids", [(), (STOP,)])
-def test_nothing_after_the_last_token(stop_token_ids):
-    """A replica sends more than was requested: the client gets what it requested."""
-    stream = a_stream(3, stop_token_ids=stop_token_ids)
+@pytest.mark.parametrize(
+    ("max_tokens", "third"), [pytest.param(3, 3, id="max_tokens"), pytest.param(6, STOP, id="a stop token")]
+)
+def test_nothing_after_the_last_token(max_tokens, third):
+    """A replica sends more after the last token, in the same piece and in another: the client gets none of it."""
+    stream = a_stream(max_tokens, stop_token_ids=[STOP])
     attempt = begin(stream)
-    third = STOP if stop_token_ids else 3
     call(stream.receive, attempt, 0, [1, 2, third, 4, 5]).gives([1, 2, third])
     call(stream.receive, attempt, 5, [6]).gives([])
     state(stream).gives(([1, 2, third], None, True))
@@ -289,7 +291,7 @@ def test_what_comes_twice_is_passed_on_once():
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
     call(stream.receive, attempt, 0, [1, 2]).gives([])
-    call(stream.receive, attempt, 1, [2, 3]).gives([3])
+    call(stream.receive, attempt, 1, (2, 3)).gives([3])  # any sequence
     call(stream.receive, attempt, 0, [1]).gives([])
     call(stream.receive, attempt, 3, [3]).gives([3])  # the token 3 again, and not the same one
     state(stream).gives(([1, 2, 3, 3], None, True))
@@ -334,7 +336,17 @@ def test_another_token_in_the_same_place_is_noticed():
     attempt = begin(stream)
     call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
     call(stream.receive, attempt, 1, [5, 3]).raises(BrokenStreamError)
+    call(stream.receive, attempt, 0, [1, 5, 3]).raises(BrokenStreamError)
     state(stream).gives(([1, 2], None, True))
+
+
+def test_a_replica_that_counts_fewer_tokens_has_ended():
+    """Two were received, and the replica counts one: nothing is missing, and the stream is finished."""
+    stream = a_stream(6)
+    attempt = begin(stream)
+    call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
+    call(stream.finish, attempt, "stop", 1).gives(None)
+    state(stream).gives(([1, 2], "stop", False))
 
 
 def test_an_end_that_came_too_early_is_noticed():
@@ -437,6 +449,15 @@ def test_nothing_begins_after_the_end():
     state(stream).gives(([], "stop", False))
 
 
+def test_nothing_begins_for_a_client_that_has_all_tokens():
+    """All tokens were received, and then the replica refuses the attempt: there is nothing left to request."""
+    stream = a_stream(2)
+    attempt = begin(stream)
+    call(stream.receive, attempt, 0, [1, 2]).gives([1, 2])
+    call(stream.refuse, attempt).gives(None)
+    call(stream.begin, "b").raises(ValueError)
+
+
 # Whom to ask next
 
 
@@ -500,6 +521,14 @@ def test_the_client_leaves_between_two_attempts():
     call(stream.abort).gives(None)
     state(stream).gives(([], "abort", False))
     call(stream.begin, "b").raises(ValueError)
+
+
+def test_the_client_leaves_before_the_end_is_reported():
+    """All tokens were received, but no end: the stream is not finished yet, so it is aborted."""
+    stream = a_stream(2)
+    call(stream.receive, begin(stream), 0, [1, 2]).gives([1, 2])
+    call(stream.abort)
+    state(stream).gives(([1, 2], "abort", False))
 
 
 def test_leaving_after_the_end_changes_nothing():

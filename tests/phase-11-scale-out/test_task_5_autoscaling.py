@@ -243,7 +243,18 @@ def test_what_is_yet_to_come_is_forgotten(scaler):
         (130, 40, [5]),
     ]:
         ready, state = autoscaler.decide(view(now, unfinished, ready=ready), state)
-        assert ready in allowed, f"at {now} s, {unfinished} requests: {ready}, not one of {allowed}"
+        that(
+            f"at {now} s, {unfinished} requests: {ready}, and whether that is one of {allowed}", ready in allowed
+        ).gives(True)
+
+
+def test_what_is_yet_to_come_keeps_nothing(scaler):
+    """8 replicas; 1 is wanted at 0 s, 6 at 100 s. Then it is 10 s, and 2 are wanted: there should be 2, or still 8."""
+    autoscaler, state = scaler(down=5), {}
+    for now, unfinished, allowed in [(0, 8, [8]), (100, 48, [6]), (10, 16, [2, 8])]:
+        number, state = autoscaler.decide(view(now, unfinished, ready=8), state)
+        what = f"at {now} s, {unfinished} requests, 8 replicas: {number}, and whether that is one of {allowed}"
+        that(what, number in allowed).gives(True)
 
 
 def test_any_history(scaler):
@@ -286,6 +297,7 @@ def test_who_is_done_first_leaves(scaler, fleet):
     call(scaler().leaving, replicas, 1).gives(["b"])
     call(scaler().leaving, replicas, 0).gives([])
     call(scaler().leaving, replicas, 4).gives(["b", "d", "a", "c"])
+    that("the replicas' names afterwards", [each.replica_id for each in replicas]).gives(["a", "b", "c", "d"])
 
 
 def test_of_equals_the_first_by_name_leaves(scaler, fleet):

@@ -231,9 +231,10 @@ def test_a_long_prompt_is_handed_over_in_chunks():
     """Six tokens, a budget of four: four are processed, two remain; then those two, and none."""
     engine = make(max_num_batched_tokens=4)
     state = add(engine, State("a", [X, 6, 7, 8, 9, 10]))
-    engine.compute(call(engine.adapter.schedule).value)
+    batch = call(engine.adapter.schedule).value
     that("tokens_to_process", state.tokens_to_process).gives([X, 6, 7, 8])
     that("remaining_prefill_tokens", state.remaining_prefill_tokens).gives([9, 10])
+    engine.compute(batch)
     that("what the cache holds", engine.cache.stored["a"]).gives([X, 6, 7, 8])
     call(engine.adapter.schedule)
     that("tokens_to_process", state.tokens_to_process).gives([9, 10])

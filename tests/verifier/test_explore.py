@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -135,6 +137,41 @@ def test_a_request_that_is_bypassed_too_often() -> None:
     assert explore(cases(NeverTheFirst, 3, 3)[0]).violation.rule == "first_is_not_forgotten"  # type: ignore[union-attr]
 
 
+class CountsThePriority(FairScheduler):
+    """Counts only what went ahead by its priority."""
+
+    def admit(self, request: Request, output: SchedulerOutput, found: Sequence[int] = ()) -> None:
+        oldest, before = self.waiting.oldest(), self.num_bypasses
+        super().admit(request, output, found)
+        if oldest is not None and oldest.priority == request.priority and oldest is not request:
+            self.num_bypasses = before
+
+
+def test_a_bypass_among_equal_priorities() -> None:
+    case = next(case for case in cases(CountsThePriority, 3, 3) if case.name.endswith("equal classes"))
+    assert explore(case).violation.rule == "first_is_not_forgotten"  # type: ignore[union-attr]
+
+
+class ForgetsTheSalt(ChunkedPrefillScheduler):
+    def find_prefix(self, request: Request) -> Sequence[int]:
+        salt, request.cache_salt = request.cache_salt, None
+        found = super().find_prefix(request)
+        request.cache_salt = salt
+        return found
+
+
+def test_two_salts_share_no_blocks() -> None:
+    broken = [report.case for report in reports(ForgetsTheSalt) if report.violation]
+    assert broken == ["ForgetsTheSalt two salts"]
+
+
+def test_the_first_violation_stops_the_other_searches() -> None:
+    endless = Case("long", partial(PagedScheduler, num_blocks=8, block_size=2, max_num_seqs=8), (Shape([0], 9),) * 2, 8)
+    short = next(case for case in cases(LosesAVictim, 2, 3))
+    with closing(explore_all([endless, short] if len(os.sched_getaffinity(0)) > 1 else [short, endless])) as ended:
+        assert next(ended).violation is not None
+
+
 class StartsOver(ChunkedPrefillScheduler):
     """Preempts a request whose prompt is not computed yet, as soon as another one waits."""
 
@@ -161,8 +198,9 @@ def test_the_story_ends_with_what_is_wrong() -> None:
     violation = explore(case).violation
     assert violation is not None
     told = list(story(case, violation))
-    assert len(told) == len(violation.actions) + 1
-    assert told[0] == "1. Request 0 arrives: 2 prompt tokens, at most 3 to generate, priority 0."
+    assert len(told) == len(violation.actions) + 2
+    assert told[0] == "A server with 3 blocks of 2 tokens, 2 batch slots, at most 6 tokens a step."
+    assert told[1] == "1. Request 0 arrives: 2 prompt tokens, at most 3 to generate, priority 0."
     assert told[-2] == "5. Step 1 is scheduled, tokens: 1 of request 0 in blocks 0 2. Request 1 is swapped out."
     assert told[-1].startswith("→ step_is_right: swaps: swapped_out is")
 

@@ -99,7 +99,7 @@ class Autoscaler:
         """Which replicas drain when there should be `count` fewer: those that will be done first.
 
         Args:
-            replicas: those that take requests.
+            replicas: those that take requests. Do not change it.
             count: 0 … len(replicas).
 
         Returns:

@@ -79,18 +79,20 @@ def cases(
     if issubclass(classes[0], FairScheduler):
         variants.append(("classes", {"max_num_seqs": 2}, _of_two_classes(shapes)))
         variants.append(("two keys", {}, _of_two_keys(shapes)))
+        variants.append(("equal classes", {"max_num_seqs": 2}, _of_equal_classes(shapes)))
     if "prefix_caching" in has:
         variants.append(("two prefixes", {"prefix_caching": True, "num_blocks": 2}, _of_two_prefixes(shapes)))
+        variants.append(("two salts", {"prefix_caching": True}, _of_two_salts(shapes)))
         variants.append(("chat", {"prefix_caching": True}, _of_a_chat(shapes)))
     if "reserve_full_prompt" in has:
         variants.append(("first chunks", {"reserve_full_prompt": False}, shapes))
-    one_more = "two keys"  # for two to pass while one runs and one waits
+    one_more = ("two keys", "equal classes")  # for two to pass while one runs and one waits
     return [
         Case(
             " ".join(f"{name} {words}".split()),
             partial(make, **usual | options),
             its_shapes,
-            num_requests + (words == one_more),
+            num_requests + (words in one_more),
         )
         for words, options, its_shapes in variants
         if isinstance(scheduler, str) or _takes(make, usual | options)
@@ -141,6 +143,18 @@ def _of_two_keys(shapes: Sequence[Shape]) -> Sequence[Shape]:
     return one._replace(prompt_token_ids=[0], max_tokens=3), one._replace(
         prompt_token_ids=[3], max_tokens=1, cache_salt="b"
     )
+
+
+def _of_equal_classes(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """A long answer, and a short one of another class and the same priority: only their class lets requests pass."""
+    one, _ = shapes
+    return one._replace(prompt_token_ids=[0], priority=0), Shape([3], 1, group="image")
+
+
+def _of_two_salts(shapes: Sequence[Shape]) -> Sequence[Shape]:
+    """The same, but the second has a salt: it begins as the first, and must not find its blocks."""
+    one, other = shapes
+    return one, other._replace(cache_salt="b")
 
 
 def _of_a_chat(shapes: Sequence[Shape]) -> Sequence[Shape]:

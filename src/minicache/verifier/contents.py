@@ -6,15 +6,33 @@ themselves in place of tensors. So it can tell whether a request reads what was 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 from minicache.request import Request
 from minicache.scheduler.output import SchedulerOutput
 
 Entry = bytes | None
-"""What a slot holds: the tokens of a sequence up to this one, a byte each; None: nothing that any request may read."""
+"""What a slot holds: the sequence up to this token, as `sequence` has it; None: nothing that any request may read."""
+_TOKENS: Final = bytes(range(10))
+
+
+def sequence(request: Request, tokens: Iterable[int]) -> bytes:
+    """Tokens of a request, a byte each, after its cache_salt: what two salts have computed is not the same.
+
+    Args:
+        request: its salt has no digits 0 … 9 as bytes: any printable one.
+        tokens: token ids below 10.
+    """
+    return (request.cache_salt or "").encode() + bytes(tokens)
+
+
+def parts(entry: bytes) -> tuple[str | None, tuple[int, ...]]:
+    """The salt and the tokens of a `sequence`."""
+    salt = entry.rstrip(_TOKENS)
+    return salt.decode() or None, tuple(entry[len(salt) :])
 
 
 @dataclass(slots=True)
@@ -82,22 +100,26 @@ class Memory:
 
     def write(self, work: Work, *, garbage: bool = False) -> None:
         """Write what a request computes in a step, or what a failure leaves in its place."""
-        tokens, block_size, blocks = bytes(work.tokens), self.block_size, self.blocks
-        for position in range(work.start, len(tokens)):
+        tokens, block_size, blocks = sequence(work.request, work.tokens), self.block_size, self.blocks
+        num_salt = len(tokens) - len(work.tokens)
+        for position in range(work.start, len(work.tokens)):
             block_id = work.block_ids[position // block_size]
             block = blocks.get(block_id)
             if block is None:
                 block = blocks[block_id] = [None] * block_size
-            block[position % block_size] = None if garbage else tokens[: position + 1]
+            block[position % block_size] = None if garbage else tokens[: num_salt + position + 1]
 
     def reads_right(self, work: Work) -> bool:
         """Whether all that the request attends to is what was computed for its tokens."""
-        return self.holds(bytes(work.tokens), work.block_ids, self.blocks)
+        return self.holds(work.request, work.tokens, work.block_ids, self.blocks)
 
-    def holds(self, tokens: bytes, block_ids: list[int], blocks: dict[int, list[Entry]]) -> bool:
-        """Whether these blocks, in order, hold these tokens.
+    def holds(
+        self, request: Request, tokens: Sequence[int], block_ids: list[int], blocks: dict[int, list[Entry]]
+    ) -> bool:
+        """Whether these blocks, in order, hold these tokens of a request.
 
         Args:
+            request: whose tokens they are.
             tokens: the tokens.
             block_ids: as many as they need; with fewer, they do not.
             blocks: `blocks`, or `host_blocks`.
@@ -105,8 +127,10 @@ class Memory:
         block_size = self.block_size
         if len(tokens) > len(block_ids) * block_size:
             return False
+        wanted = sequence(request, tokens)
+        num_salt = len(wanted) - len(tokens)
         for position in range(len(tokens)):
             block = blocks.get(block_ids[position // block_size])
-            if block is None or block[position % block_size] != tokens[: position + 1]:
+            if block is None or block[position % block_size] != wanted[: num_salt + position + 1]:
                 return False
         return True

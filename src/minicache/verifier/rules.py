@@ -73,11 +73,11 @@ def tokens_are_where_they_should_be(moment: Moment) -> str | None:
     for request in moment.after:
         if request.block_ids:
             end = request.num_computed_tokens + num_new.get(request.request_id, 0)
-            if not memory.holds(bytes(request.token_ids(0, end)), request.block_ids, memory.blocks):
+            if not memory.holds(request, request.token_ids(0, end), request.block_ids, memory.blocks):
                 return f"{request!r} would read what was not computed for its tokens"
         elif request.host_block_ids:
-            tokens = bytes(request.token_ids(0, request.num_computed_tokens))
-            if not memory.holds(tokens, request.host_block_ids, memory.host_blocks):
+            tokens = request.token_ids(0, request.num_computed_tokens)
+            if not memory.holds(request, tokens, request.host_block_ids, memory.host_blocks):
                 return f"{request!r} was swapped out, and other tokens than its own are in CPU swap space"
     return None
 

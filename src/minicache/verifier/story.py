@@ -11,7 +11,15 @@ from minicache.verifier.world import STOP, Moment
 
 
 def story(case: Case, violation: Violation) -> Iterator[str]:
-    """The lines of a violation's story, in the reader's language; the last says what is wrong."""
+    """The lines of a violation's story, in the reader's language: the server, what happens, and what is wrong."""
+    server = case.make()
+    words = _("A server with {blocks} blocks of {size} tokens, {slots} batch slots, at most {budget} tokens a step.")
+    yield words.format(
+        blocks=server.pool.num_blocks,
+        size=server.pool.block_size,
+        slots=server.max_num_seqs,
+        budget=server.max_num_batched_tokens,
+    )
     step, is_raised = -1, violation.rule == ERROR
     moments = replay(case, violation.actions[: len(violation.actions) - is_raised])
     for number, action in enumerate(violation.actions):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Generator, MutableSequence, Sequence
 from typing import Final
 
 from minicache.verifier.explore import Case, Report, explore
@@ -23,6 +23,10 @@ _shared: tuple[Sequence[Case], Sequence[Property], Sequence[Property], int, Muta
 """What the processes do, and where each tells how many states it has found: they are forked with it."""
 
 
+class _StoppedError(Exception):
+    """The report is not waited for any longer."""
+
+
 def explore_all(
     cases: Sequence[Case],
     properties: Sequence[Property] = PROPERTIES,
@@ -30,7 +34,7 @@ def explore_all(
     *,
     limit: int = sys.maxsize,
     tell: Callable[[int], None] = lambda num_states: None,
-) -> Iterator[Report]:
+) -> Generator[Report, None, None]:
     """Explore cases, as many at once as there are processors.
 
     Args:
@@ -41,12 +45,12 @@ def explore_all(
         tell: called with the states found so far in all of them, now and then.
 
     Yields:
-        A report of each, as soon as it is done.
+        A report of each, as soon as it is done. Closing the iterator stops the searches that still run.
     """
     global _shared
     num_processes = min(len(cases), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1)
     if num_processes < 2:
-        counts = [0] * len(cases)
+        counts = [0] * (len(cases) + 1)
         _shared = cases, properties, invariants, limit, counts
         for number in range(len(cases)):
             yield _explore(number, lambda _: tell(sum(counts)))
@@ -55,15 +59,18 @@ def explore_all(
     from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 
     context = multiprocessing.get_context("fork")
-    shared = context.Array("Q", len(cases), lock=False)
+    shared = context.Array("Q", len(cases) + 1, lock=False)  # the last: whether to stop
     _shared = cases, properties, invariants, limit, shared
     with ProcessPoolExecutor(num_processes, context) as pool:
         left = {pool.submit(_watched, number) for number in range(len(cases))}
-        while left:
-            done, left = wait(left, REFRESH_SECONDS, FIRST_COMPLETED)
-            tell(sum(shared))
-            for future in done:
-                yield future.result()
+        try:
+            while left:
+                done, left = wait(left, REFRESH_SECONDS, FIRST_COMPLETED)
+                tell(sum(shared))
+                for future in done:
+                    yield future.result()
+        finally:
+            shared[-1] = 1
 
 
 def _watched(number: int) -> Report:
@@ -83,10 +90,12 @@ def _explore(number: int, told: Callable[[int], object]) -> Report:
     cases, properties, invariants, limit, counts = _shared
 
     def tell(num_states: int) -> None:
+        if counts[-1]:
+            raise _StoppedError
         counts[number] = num_states
         told(num_states)
 
-    told(0)
+    tell(0)
     report = explore(cases[number], properties, invariants, limit=limit, tell=tell)
     tell(report.num_states)
     return report

@@ -20,7 +20,7 @@ from minicache.scheduler.audit_sharing import SharingAuditor
 from minicache.scheduler.base import Scheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache.scheduler.queue import arrival_key
-from minicache.verifier.contents import Memory, work_of
+from minicache.verifier.contents import Memory, parts, work_of
 
 STOP: Final = 9
 """The stop token of all requests."""
@@ -346,9 +346,10 @@ class World:
         vars(primed).update(vars(auditor), notes=dict(auditor.notes))
         if isinstance(primed, SharingAuditor):
             primed.contents = {
-                block_id: (0, None, None, tuple(entries[-1]))
+                block_id: (0, salt, None, tokens)
                 for block_id, entries in self.memory.blocks.items()
                 if entries[-1] is not None
+                for salt, tokens in [parts(entries[-1])]
             }
         return primed
 

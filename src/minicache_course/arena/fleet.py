@@ -21,7 +21,7 @@ from minicache.scheduler import ChunkedPrefillScheduler
 from minicache.simulator.fleet import FleetReport, FleetSimulation, Scaling
 from minicache.simulator.workload import varying_arrivals
 from minicache_course.arena.bound import jobs_of
-from minicache_course.arena.limits import load, unchanged
+from minicache_course.arena.limits import load, parse, unchanged
 from minicache_course.arena.loop import PolicyRefusedError, refused_for
 from minicache_course.arena.machine import MAX_REPLICAS, PRICE, START_SECONDS, FleetArena, the_machine
 from minicache_course.arena.score import Cell, Score, digest, p90
@@ -211,6 +211,7 @@ def score(text: str, *, seed: int = 0, tell: Callable[[int], object] = lambda nu
     Raises:
         PolicyRefusedError: it breaks a rule.
     """
+    parse(text)  # before anything is served
     cells = []
     for number, (name, most, _, _) in enumerate(WAVES):
         sent = requests_of(number, seed)

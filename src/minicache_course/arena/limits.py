@@ -74,12 +74,7 @@ def load(text: str, *, name: str = "create") -> Any:
     Raises:
         PolicyRefusedError: it is no Python, uses what is not allowed, raises, or does not define the function.
     """
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
-        line = getattr(error, "lineno", None) or 1
-        raise PolicyRefusedError("syntax", said("line {line}: {what}", line=line, what=str(error)), line) from error
-    check(tree)
+    tree = parse(text)
     module = ModuleType("minicache_policy")
     module.__dict__["__builtins__"] = _builtins()
     sys.modules[module.__name__] = module  # dataclasses looks its classes' module up
@@ -91,6 +86,21 @@ def load(text: str, *, name: str = "create") -> Any:
     if not isinstance(found, FunctionType):
         raise PolicyRefusedError("create", said("define a function {name}(arena)", name=name))
     return found
+
+
+def parse(text: str) -> ast.Module:
+    """Read a policy's file, and check it without running it.
+
+    Raises:
+        PolicyRefusedError: it is no Python, or uses what is not allowed.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        line, what = getattr(error, "lineno", None) or 1, getattr(error, "msg", None) or str(error)
+        raise PolicyRefusedError("syntax", said("line {line}: {what}", line=line, what=what), line) from error
+    check(tree)
+    return tree
 
 
 def load_policy(text: str) -> Policy:
@@ -209,16 +219,25 @@ def _imported(name: str, *arguments: Any, **options: Any) -> Any:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """While it lasts, no class of ours may be changed; what was changed is put back.
+    """While it lasts, no class and no table of ours may be changed; what was changed is put back.
 
     Raises:
-        PolicyRefusedError: at the end, if one was.
+        PolicyRefusedError: at the end, if one was, whatever else the policy was refused for.
     """
     before = {each: dict(vars(each)) for each in _classes()}
+    tables = [(name, table, dict(table)) for name, table in _tables()]
     changed: list[str] = []
+    refused: PolicyRefusedError | None = None
     try:
         yield
+    except PolicyRefusedError as error:
+        refused = error
     finally:
+        for name, table, was in tables:
+            if table != was:
+                changed.append(name)
+                table.clear()
+                table.update(was)
         for each, members in before.items():
             now = dict(vars(each))
             for name in now.keys() | members.keys():
@@ -231,14 +250,25 @@ def unchanged() -> Iterator[None]:
                 if not name.startswith(("__", "_abc")):
                     changed.append(f"{each.__name__}.{name}")
     if changed:
-        raise PolicyRefusedError("tampering", said("the policy changed {what}", what=min(changed)))
+        raise PolicyRefusedError("tampering", said("the policy changed {what}", what=min(changed))) from refused
+    if refused is not None:
+        raise refused
+
+
+def _tables() -> Iterator[tuple[str, dict[Any, Any]]]:
+    """The dictionaries that are constants of the modules that a run uses, by their names."""
+    for module in _modules():
+        for name, each in vars(module).items():
+            if isinstance(each, dict) and name.isupper():
+                yield name, each
 
 
 def _classes() -> set[type]:
     """Those of the modules that a run uses."""
-    ours = ("minicache.scheduler", "minicache.memory", "minicache.request", "minicache.simulator", "minicache.fleet")
-    modules = [
-        module for name, module in list(sys.modules.items()) if name.startswith((*ours, "minicache_course.arena"))
-    ]
-    found = (each for module in modules for each in vars(module).values() if isinstance(each, type))
+    found = (each for module in _modules() for each in vars(module).values() if isinstance(each, type))
     return {each for each in found if each.__module__.startswith("minicache")}
+
+
+def _modules() -> list[ModuleType]:
+    ours = ("minicache.scheduler", "minicache.memory", "minicache.request", "minicache.simulator", "minicache.fleet")
+    return [module for name, module in list(sys.modules.items()) if name.startswith((*ours, "minicache_course.arena"))]

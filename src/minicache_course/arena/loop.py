@@ -298,6 +298,11 @@ class Loop:
         except RequestTooLargeError as error:
             raise PolicyRefusedError("dropped", str(error)) from error
         except InvariantError as error:
+            aborted = RequestStatus.FINISHED_ABORTED
+            given_up = [client.request for client in self._clients.values() if client.request.status is aborted]
+            if given_up:
+                message = said("{request} was aborted by the policy", request=repr(given_up[0]))
+                raise PolicyRefusedError("dropped", message) from error
             raise PolicyRefusedError("audit", str(error)) from error
         except Exception as error:
             raise refused_for(error) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import fsum
 
 from minicache_course.arena.bound import bound
-from minicache_course.arena.limits import load_policy, unchanged
+from minicache_course.arena.limits import load_policy, parse, unchanged
 from minicache_course.arena.loop import Loop, Outcome, Place, PolicyRefusedError, Run
 from minicache_course.arena.workloads import WINDOW, WORKLOADS, Session
 from minicache_course.language import said
@@ -106,6 +106,7 @@ def score(
     Raises:
         PolicyRefusedError: it breaks a rule; the message names the rule, and the workload.
     """
+    parse(text)  # before anything is served
     cells = []
     for number, (name, rate, sessions) in enumerate(loads(seed) if given is None else given):
         try:

@@ -23,25 +23,16 @@ from minicache.cache.swap import HostStorage, copy_blocks
 from minicache.engine.kv import RequestTable
 from minicache.engine.loop import EngineLoop
 from minicache.engine.sampling import SamplingParams, TokenSampler
+from minicache.errors import MinicacheError
 from minicache.request import Request, RequestId, RequestStatus
 from minicache.scheduler.chunked import ChunkedPrefillScheduler
 from minicache.scheduler.output import SchedulerOutput
 from minicache_course.distil.llama import Llama, load_llama
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of each row: `[B, vocab]` → `[B]` int64."""
-    return logits.argmax(dim=-1)
-
-
 def logits_at(model: Llama, token_ids: Tensor, cache: RaggedStep, rows: Tensor) -> Tensor:
-    """Run the model over a step's tokens `[1, N]`, and return the logits `[B, vocab]` of the tokens at `rows`."""
-    return model.logits(model.hidden_states(token_ids, cache)[0, rows])
-
-
-def _grow(tables: Sequence[RequestTable], counts: Sequence[int]) -> list[int]:
-    """The slots of counts[i] new tokens of tables[i], for all of them: the scheduler has allocated their blocks."""
-    return [slot for table, count in zip(tables, counts, strict=True) for slot in table.append(count)]
+    """As `Llama.forward`."""
+    return model(token_ids, cache, rows)
 
 
 class PagedMemory:
@@ -66,12 +57,6 @@ class PagedMemory:
         """The cache of one step, on which the model runs."""
         tables = [RequestTable(self.storage, request) for request in output.scheduled]
         return RaggedStep(self.storage, tables, list(output.num_scheduled_tokens.values()))
-
-    def forget(self, request_id: RequestId) -> None:
-        """Nothing to do: the scheduler has freed the blocks."""
-
-    def clear(self) -> None:
-        """Nothing to do: as `forget`."""
 
 
 class FolderTokenizer:
@@ -154,7 +139,7 @@ class Answer:
 
 
 class Engine(EngineLoop):
-    """Serves many requests at once, step by step, with the scheduler of phase 9.
+    """Serves many requests at once, step by step.
 
     A prompt is a text, if there is a tokenizer, or a list of token ids.
     """
@@ -171,6 +156,8 @@ class Engine(EngineLoop):
     def add_request(self, prompt: str | Sequence[int], params: SamplingParams) -> list[Answer]:
         """Have a prompt answered by the steps to come, `params.n` times: the others are forks of the first answer."""
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not token_ids:
+            raise MinicacheError("a prompt has at least one token: this one is empty")
         ends = () if params.ignore_eos else self.model.config.end_token_ids
         max_tokens = min(params.max_tokens, self.scheduler.max_model_len - len(token_ids))
         stops = (*params.stop_token_ids, *ends)
@@ -210,10 +197,16 @@ class Engine(EngineLoop):
 
 def main() -> None:
     """Answer prompts: `python FILE FOLDER PROMPT …`."""
-    folder, *prompts = sys.argv[1:]
-    model = load_llama(folder, dtype=torch.float32)
-    engine = Engine(model, FolderTokenizer(folder, model.config.end_token_ids))
-    for prompt, answer in zip(prompts, engine.generate(prompts, SamplingParams(max_tokens=64)), strict=True):
+    folder, *prompts = sys.argv[1:] or [""]
+    if not prompts:
+        sys.exit(__doc__)
+    try:
+        model = load_llama(folder, dtype=torch.float32)
+        engine = Engine(model, FolderTokenizer(folder, model.config.end_token_ids))
+        answers = engine.generate(prompts, SamplingParams(max_tokens=64))
+    except MinicacheError as error:
+        sys.exit(str(error))
+    for prompt, answer in zip(prompts, answers, strict=True):
         print(prompt + answer.text.text)
     print(f"{engine.scheduler.stats.hit_rate:.0%} of the prompts' tokens were cached", file=sys.stderr)
 

@@ -1,7 +1,6 @@
 """Written by hand for `minicache distil`: what stands around a learner's files in the one file, below the engine.
 
-A Llama of the blocks of `minicache.model.minigpt`, its loader, and the paths of the kernels and checks that the package
-chooses between. Nothing imports this module: it is read.
+A Llama of the blocks of `minicache.model.minigpt`, and its loader. Nothing imports this module: it is read.
 """
 
 # mypy: ignore-errors
@@ -15,40 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from minicache.cache.paged import RaggedStep
 from minicache.errors import UnsupportedModelError
-from minicache.kernels.plain import paged_decode_attention, paged_prefill_attention
 from minicache.model.decoder import Llama3Scaling, RMSNorm
-from minicache.model.minigpt import Attention, Block, FeedForward, Rotation, Transformer, rotary_frequencies, turns
-
-
-def zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """The memory of a cache."""
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-@dataclass
-class AttentionMetadata:
-    """Which tokens of a step attend to which; `query_start_loc` is None where each sequence has one query."""
-
-    block_tables: Tensor
-    context_lens: Tensor
-    query_start_loc: Tensor | None
-    lengths: list[int]
-    num_new_tokens: list[int]
-
-
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata, *, sliding_window: int | None = None
-) -> Tensor:
-    """Attention of one layer, of each sequence's newest tokens over all its KV entries: `[N, H, d]` → `[N, H, d]`."""
-    assert sliding_window is None, "a Llama has no sliding windows"
-    tables, lengths = metadata.block_tables, metadata.context_lens
-    if metadata.query_start_loc is None:
-        return paged_decode_attention(q, k_cache, v_cache, tables, lengths)
-    return paged_prefill_attention(q, k_cache, v_cache, tables, lengths, metadata.query_start_loc)
+from minicache.model.minigpt import Attention, Block, FeedForward, rotary_frequencies, turns
 
 
 @dataclass(frozen=True)
@@ -70,10 +43,8 @@ class LlamaConfig:
     end_token_ids: tuple[int, ...]
 
 
-class Llama(Transformer):
+class Llama(nn.Module):
     """A Llama with the parameter names of `transformers`, without their "model."."""
-
-    config: LlamaConfig
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -89,24 +60,31 @@ class Llama(Transformer):
             )
             for index in range(config.num_layers)
         )
-        self.rotation_kinds = [0] * config.num_layers
         self.norm = RMSNorm(size, eps)
         self.lm_head = None if config.tie_word_embeddings else nn.Linear(size, config.vocab_size, bias=False)
         with torch.device("cpu"):  # the rest may be made without memory, before its weights are read
             frequencies = rotary_frequencies(config.rope_theta, config.head_dim)
             self.frequencies = frequencies if config.rope_scaling is None else config.rope_scaling.scale(frequencies)
 
-    def rotations(self, positions: Tensor) -> list[Rotation]:
-        """Cosine and sine of the angles at `positions`, rounded to the weights' dtype last."""
-        cos, sin = turns(positions, self.frequencies.to(positions.device))
-        return [(cos.to(self.norm.weight.dtype), sin.to(self.norm.weight.dtype))]
+    def forward(self, token_ids: Tensor, cache: RaggedStep, rows: Tensor) -> Tensor:
+        """Compute a step's tokens `[1, N]`, and the logits `[B, vocab]` of the tokens at `rows`."""
+        positions, dtype = cache.positions(token_ids.shape[1]), self.norm.weight.dtype
+        # One axis for the heads, after the tokens: [N, 1, d] broadcasts against [1, N, H, d].
+        angles = turns(positions, self.frequencies.to(positions.device))
+        rotation = tuple(each.to(dtype).unsqueeze(-2) for each in angles)
+        hidden = self.embed_tokens(token_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, rotation, cache)
+        last = self.norm(hidden)[0, rows]
+        return F.linear(last, self.embed_tokens.weight) if self.lm_head is None else self.lm_head(last)
 
 
 def llama_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaConfig:
     """Read a config.json, of a newer or an older `transformers`, and the end tokens of generation_config.json."""
     rope = {"rope_type": "default", **(config.get("rope_parameters") or {}), **(config.get("rope_scaling") or {})}
-    if config["architectures"] != ["LlamaForCausalLM"] or rope["rope_type"] not in ("default", "llama3"):
-        raise UnsupportedModelError(f"not a Llama: {config['architectures']}, rope_type {rope['rope_type']}")
+    kind = config.get("architectures")
+    if kind != ["LlamaForCausalLM"] or rope["rope_type"] not in ("default", "llama3"):
+        raise UnsupportedModelError(f"not a Llama: {kind}, rope_type {rope['rope_type']}")
     if config.get("attention_bias") or config.get("mlp_bias") or config.get("quantization_config"):
         raise UnsupportedModelError("a Llama with biases or quantized weights is not computed here")
     num_heads, ends = config["num_attention_heads"], generation.get("eos_token_id", config.get("eos_token_id"))
@@ -133,6 +111,8 @@ def llama_config(config: dict[str, Any], generation: dict[str, Any]) -> LlamaCon
 
 def load_llama(folder: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Llama:
     """Load a Hugging Face folder; without a dtype, in the one that it was stored in."""
+    if not Path(folder, "config.json").is_file():
+        raise UnsupportedModelError(f"{folder} has no config.json: name the folder of a Llama from Hugging Face")
     texts = {name: Path(folder, f"{name}.json") for name in ("config", "generation_config")}
     values = {name: json.loads(file.read_text()) if file.is_file() else {} for name, file in texts.items()}
     config = llama_config(values["config"], values["generation_config"])

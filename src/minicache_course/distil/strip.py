@@ -20,13 +20,15 @@ _MISUSE: Final = {"ValueError", "TypeError", "IndexError", "KeyError"}
 _CHECKS: Final = {"require_count", "require_positive", "hash"}  # a key that cannot be hashed
 _CHECKING_METHODS: Final = {"check", "_check_constraint"}  # a structure's own check() is for tests; no constraints here
 _SENTENCE = re.compile(r"[.:?!](?=\s+[\[`\"(*A-Z0-9])(?<!al\.)(?<!e\.g\.)(?<!i\.e\.)(?<!vs\.)")
+_ASIDE = re.compile(r" \(phase \d+[^)]*\)|,? as (the )?`BlockTable[^`]*`[^.,;:]*|; raises [^.]*")
+"""Parts of a sentence on what is not in the file."""
 _WIDTH: Final = 120
 _Statement = TypeVar("_Statement", bound=cst.BaseStatement)
 
 
 def first_sentence(text: str, indent: int) -> str:
     """The first sentence of a docstring, as source: quoted, and wrapped below `indent` columns."""
-    paragraph = " ".join(text.strip().split("\n\n")[0].split())
+    paragraph = _ASIDE.sub("", " ".join(text.strip().split("\n\n")[0].split()))
     end = next((match.end() for match in _SENTENCE.finditer(paragraph) if match[0] != ":"), len(paragraph))
     sentence = paragraph[:end].rstrip(":")
     sentence += "" if sentence.endswith((".", "?", "!")) else "."

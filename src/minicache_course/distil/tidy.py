@@ -72,8 +72,12 @@ class _WithoutAssignments(cst.CSTTransformer):
         if isinstance(target, cst.Name):
             gone = target.value in self._unused and _is_pure(value)
             return cst.RemoveFromParent() if gone else updated_node
-        if not isinstance(target, cst.Tuple) or not isinstance(value, cst.Tuple):
+        if not isinstance(target, cst.Tuple):
             return updated_node
+        if not isinstance(value, cst.Tuple):
+            names = {its.value.value for its in target.elements if isinstance(its.value, cst.Name)}
+            gone = len(names) == len(target.elements) and names <= self._unused and _is_pure(value)
+            return cst.RemoveFromParent() if gone else updated_node
         pairs = [
             (its, given)
             for its, given in zip(target.elements, value.elements, strict=True)
@@ -103,7 +107,12 @@ class _Effects(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         is_pure = isinstance(node.func, cst.Name) and node.func.value in _PURE_CALLS
-        is_view = isinstance(node.func, cst.Attribute) and node.func.attr.value in ("items", "keys", "values")
+        is_view = isinstance(node.func, cst.Attribute) and node.func.attr.value in (
+            "items",
+            "keys",
+            "values",
+            "aminmax",
+        )
         self.found |= not (is_pure or is_view)
 
     def visit_NamedExpr(self, node: cst.NamedExpr) -> None:

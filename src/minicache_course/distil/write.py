@@ -12,6 +12,7 @@ import libcst as cst
 
 from minicache import __version__
 from minicache_course.distil.flatten import flatten
+from minicache_course.distil.fold import Renamed, drop_fields, drop_parameters, fold, inline_lists
 from minicache_course.distil.sources import (
     Definition,
     Source,
@@ -29,7 +30,11 @@ from minicache_course.distil.tidy import WithoutAttributes, WithoutEffect, gette
 from minicache_course.errors import CourseError
 from minicache_course.workspace import reference_file
 
-_HAND: Final = ("minicache_course.distil.llama", "minicache_course.distil.engine")
+_HAND: Final = (
+    "minicache_course.distil.paged",
+    "minicache_course.distil.llama",
+    "minicache_course.distil.engine",
+)
 
 SECTIONS: Final[Sequence[tuple[str, Sequence[str]]]] = (
     ("Errors, and a request", ("minicache.errors", "minicache.request")),
@@ -51,11 +56,11 @@ SECTIONS: Final[Sequence[tuple[str, Sequence[str]]]] = (
     ("Attention, without a cache and through block tables", ("minicache.cache.attention", "minicache.kernels.plain")),
     (
         "Keys and values, in blocks and in CPU swap space",
-        ("minicache.engine.kv", "minicache.cache.rows", "minicache.cache.paged", "minicache.cache.swap"),
+        ("minicache.engine.kv", "minicache.cache.rows", _HAND[0], "minicache.cache.paged", "minicache.cache.swap"),
     ),
-    ("The model", ("minicache.model.minigpt", "minicache.model.decoder", _HAND[0])),
+    ("The model", ("minicache.model.minigpt", "minicache.model.decoder", _HAND[1])),
     ("Sampling", ("minicache.engine.picking", "minicache.engine.sampling")),
-    ("The engine", ("minicache.engine.loop", _HAND[1])),
+    ("The engine", ("minicache.engine.loop", _HAND[2])),
 )
 """The sections of the file: title, modules. A module uses what is above it."""
 
@@ -69,8 +74,7 @@ _LINES: Final = {
         "minicache.scheduler.sharing:SharingScheduler",
         "minicache.scheduler.chunked:ChunkedPrefillScheduler",
     ),
-    "Llama": ("minicache.model.minigpt:Transformer", f"{_HAND[0]}:Llama"),
-    "Engine": ("minicache.engine.loop:EngineLoop", f"{_HAND[1]}:Engine"),
+    "Engine": ("minicache.engine.loop:EngineLoop", f"{_HAND[2]}:Engine"),
 }
 """Classes that become one, under the last one's name."""
 
@@ -91,8 +95,41 @@ _WITHOUT: Final = {
 }
 """Attributes that the engine here has no use for: there are no constrained answers, and memory is no worry."""
 
+_ALWAYS: Final = {
+    "self.chunks_prompts": "True",
+    "self.draft_token_ids": "()",
+    "self.num_placeholders": "0",
+    "self.blocks_to_store": "()",
+    "self.blocks_to_load": "()",
+    "self.ignore_eos": "False",  # of a Request: the engine leaves its end tokens out
+    "request.ignore_eos": "False",
+    "cache is None": "False",
+    "Cache | None": "Cache",
+    "lowest < 0": "False",  # of a slot mapping
+    "cache.itemsize == 1": "False",  # fp8
+    "zeros": "torch.zeros",
+    "greedy(logits)": "logits.argmax(dim=-1)",
+}
+"""Source of an expression → what it always is here: no draft tokens, tiers, padding, 8-bit caches; always a cache."""
+
+_IDLE: Final = {"self.memory.forget", "self.memory.clear", "scale=None"}
+"""Functions whose calls do nothing here, and arguments that are the default."""
+
+_OPTIONAL: Final[dict[str, Set[str]]] = {
+    "Request": {"ignore_eos", "draft_token_ids", "num_placeholders", "other_block_ids"},
+    "SchedulerOutput": {"draft_token_ids", "blocks_to_store", "blocks_to_load"},
+    "AttentionMetadata": {"lengths", "num_new_tokens"},
+}
+"""Class → fields that are only of use with what is not here."""
+
+_PUBLIC: Final = {"Engine", "Request", "ChunkedPrefillScheduler", "load_llama"}
+"""What a reader calls, with any parameters."""
+
+_RENAMED: Final = {"_checked": "_columns"}
+"""Methods whose checks are gone."""
+
 _ROOTS: Final = ("main", "__main__", "Engine")
-_ROOT_METHODS: Final = ("abort_request",)
+_VALUES: Final = {code: cst.parse_expression(value) for code, value in _ALWAYS.items()}
 _WIDTH: Final = 120
 MAX_LINES: Final = 2000
 
@@ -126,6 +163,8 @@ def distilled(files: Mapping[str, Path]) -> str:
             source.definitions.pop(name, None)
         for name in source.definitions.keys() & _WITHOUT.keys():
             _drop_attributes(source.definitions[name], _WITHOUT[name])
+        for definition in source.definitions.values():
+            definition.nodes = [fold(node, _VALUES, _IDLE) for node in definition.nodes]
     for name in [name for module in _HAND for name in sources[module].definitions]:
         for source in sources.values():  # a definition by hand goes before the package's
             if source.module not in _HAND:
@@ -234,8 +273,8 @@ class _Book:
 
     def reach(self) -> None:
         """Find what is used, from the roots on."""
-        self.reached, self.attributes, self.external = {}, set(_ROOT_METHODS), {}
-        todo = [found for name in _ROOTS if (found := self.find(_HAND[1], name))]
+        self.reached, self.attributes, self.external = {}, set(), {}
+        todo = [found for name in _ROOTS if (found := self.find(_HAND[2], name))]
         done: set[tuple[str, str, str]] = set()
         while todo or any(self._news(done)):
             for key in todo:
@@ -290,6 +329,9 @@ class _Book:
         definitions = [self.sources[module].definitions[name] for module, name in self.reached]
         for definition in definitions:
             definition.nodes[0] = self.without_unused(definition.node)
+        inline_lists(definitions)
+        drop_parameters(definitions, _PUBLIC)
+        drop_fields(definitions, _OPTIONAL)
         methods = [
             (member.name.value, member)
             for definition in definitions
@@ -303,18 +345,15 @@ class _Book:
             if isinstance(node, cst.ClassDef):
                 changed = node.visit(effects).visit(WithoutAttributes(unread_attributes([node])))  # type: ignore[union-attr]
                 assert isinstance(changed, cst.ClassDef)
-                definition.nodes[0] = without_checks(changed)
+                definition.nodes[0] = changed
+            definition.nodes[0] = without_checks(fold(definition.node, {}, _IDLE))
 
     def without_unused(self, node: cst.BaseStatement) -> cst.BaseStatement:
         if not isinstance(node, cst.ClassDef):
             return node
         body = [each for each in members(node) if not isinstance(each, cst.FunctionDef) or self.keeps(each)]
-        if node.name.value in _LINES:  # what a class says of its stage
-            body = [
-                each
-                for each in body
-                if isinstance(each, cst.FunctionDef) or is_text(each) or self.attributes & set(defined_names(each))
-            ]
+        if node.name.value in _LINES:  # what a class says of its stage, or of an attribute that it sets
+            body = [each for each in body if isinstance(each, cst.FunctionDef) or is_text(each)]
         return node.with_changes(body=node.body.with_changes(body=body))
 
     def new_names(self) -> dict[tuple[str, str], str]:
@@ -391,8 +430,9 @@ def _written(book: _Book, header: str) -> str:
             source = book.sources[module]
             for name, definition in source.definitions.items():
                 if (module, name) in book.reached:
-                    renamer = _Renamer(book, source, names)
-                    node = book.without_unused(definition.node).visit(renamer)
+                    renamed = book.without_unused(definition.node).visit(Renamed(_RENAMED))
+                    assert isinstance(renamed, cst.BaseStatement)
+                    node = renamed.visit(_Renamer(book, source, names))
                     assert isinstance(node, cst.BaseStatement)
                     bodies.append(_code(_laid_out(node, 0), definition.nodes[1:]))
         if bodies:

@@ -122,10 +122,12 @@ class Log:
     Attributes:
         accesses: every access, masked ones too.
         shapes: name → shape of every tensor that was passed to `trace` or to a kernel.
+        in_place: those of the names passed to `trace` that some kernel was given itself, or a part of; not a copy.
     """
 
     accesses: list[Access] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    in_place: set[str] = field(default_factory=set)
 
     def rows(self, tensor: str, kind: str | None = None) -> dict[Program, list[Row]]:
         """Program → the rows of `tensor` that it touches, in the order of their first touch.
@@ -316,7 +318,10 @@ class _Watch:
         def set_grid(*grid: int) -> None:
             if 0 in grid:
                 told = f"{self.kernel} is launched with no programs, a grid of {grid}"
-                raise ValueError(f"{told}: on a GPU that is an error, so the launcher has to return before it")
+                raise ValueError(
+                    f"{told}, which is an error on a GPU. With nothing to compute, the launcher returns before the "
+                    "launch; otherwise the grid is too small"
+                )
             set_grid_dim(*(self.grid if self.only else grid))
 
         def set_program(*program: int) -> None:
@@ -376,6 +381,7 @@ class _Watch:
             start, end = _span(tensor)
             if start <= first and last <= end:
                 region = _Region(known, tensor, first - start, self.forbid.get(known))
+                self.log.in_place.add(known)
                 break
         self.regions.append(region)
         self.log.shapes.setdefault(region.name, tuple(region.tensor.shape))

@@ -54,7 +54,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.suffix in SHARED and _is_shown(path, config.theme["language"]):
             files.append(File.generated(config, path.relative_to(DOCS).as_posix(), abs_src_path=str(path)))
     files.append(File.generated(config, "shared/stylesheets/palette.css", content=palette_css()))
-    files.append(File.generated(config, "shared/images/mark.svg", content=mark_svg()))
     # Not a page: it is to be opened on a machine with a GPU.
     colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
     files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
@@ -95,20 +94,6 @@ def _scheme_css(scheme: Scheme, selector: str) -> str:
         lines.append(f"  --mc-{role}: {shade.shade(scheme)};")
         lines.append(f"  --mc-on-{role}: {shade.on_light if scheme == 'light' else shade.on_dark};")
     return f"{selector} {{\n" + "\n".join(lines) + "\n}\n"
-
-
-def mark_svg() -> str:
-    """The logo and favicon: six blocks: prompt, generated and free blocks."""
-    rows = (("prompt", "prompt", "generated"), ("generated", "shared", "free"))
-    blocks = "".join(
-        f'<rect x="{5 + 19 * column}" y="{14 + 20 * row}" width="16" height="17" rx="3" fill="{PALETTE[role].dark}"/>'
-        for row, roles in enumerate(rows)
-        for column, role in enumerate(roles)
-    )
-    return (
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 64 64">'
-        f'<rect width="64" height="64" rx="13" fill="{INK["light"]}"/>{blocks}</svg>'
-    )
 
 
 # --- two languages --------------------------------------------------------------------------------------------------

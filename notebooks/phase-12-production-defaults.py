@@ -61,7 +61,7 @@ for number in range(1, 5):
     before = output
 
 # %% [markdown]
-# What is it worth? A simulated H100 with Llama-3-8B serves 256 requests, 64 at a time. Every answer ends with a stop token.
+# What does it gain? A simulated H100 with Llama-3-8B serves 256 requests, 64 at a time. Every answer ends with a stop token.
 # The scheduler is the real one; a step takes the GPU the time of its roofline, and the CPU a fixed time for schedule and
 # commit. `seconds_of` puts both on one clock.
 
@@ -156,7 +156,7 @@ nb.check(times_as_fast, (3 + 12) / max(3, 12))
 # ## 2. Several kinds of cache
 #
 # A request of 8,000 prompt tokens and 192 generated ones, in Gemma 3 1B: four layers that see all tokens, and 22 that see
-# 512. Once all layers keep all tokens; then the layers form seven groups of four, with prompts in chunks of 512 tokens and
+# 512. First all layers keep all tokens; then the layers form seven groups of four, with prompts in chunks of 512 tokens and
 # of 2,048. How much memory does it hold?
 
 # %% alt="MiB of KV cache against tokens that are scheduled, 0 to 8,192. One table for all layers rises in a straight line to 208. With groups the request holds 44 at the end; in chunks of 512 it reaches 54 before that, in chunks of 2,048 about 87."
@@ -232,7 +232,7 @@ for retention in (0, None):
     print(f"retention {retention}: computed {tokens}, {cached:,} blocks cached")
 
 # %% [markdown]
-# To keep all is best for the second prompt and costs more blocks, which in a full pool evict those of other prompts.
+# Keeping all is best for the second prompt and costs more blocks, which in a full pool evict those of other prompts.
 #
 # **Question 4.** With a retention of 1,024, the windows also keep what every multiple of 1,024 tokens needs. How many tokens
 # does the second prompt compute?
@@ -434,7 +434,7 @@ nb.lines(range(len(answer)), curves, "tokens of the answer so far", "", yscale="
 # Where little is allowed, little is looked at. Inside the name nearly every token is allowed, and has to be
 # listed. The automaton is asked once for each beginning that longer tokens share.
 #
-# **Question 7.** Behind `"age":` comes a space and a number. By hand: how many of the tokens are allowed there?
+# **Question 7.** After `"age":` come a space and a number. By hand: how many of the tokens are allowed there?
 
 # %%
 allowed_before_the_number = None
@@ -444,7 +444,7 @@ nb.check(allowed_before_the_number, allowed[answer.index(" 36")])
 
 # %% [markdown]
 # Now a batch. MiniGPT continues "Yesterday my sister" at temperature 4, in sixteen rows: eight are free, eight are held to
-# its grammar. `SentenceMasks` gives the tokens that the parser would take next, `mask_rows` rules out the others.
+# its grammar. `SentenceMasks` gives the tokens that the parser would accept next, `mask_rows` rules out the others.
 
 # %%
 import torch
@@ -490,7 +490,7 @@ for name, its_texts in (("free", batch[:8]), ("held", batch[8:])):
 
 # %% [markdown]
 # **Question 8.** Two tokens are allowed in a row. The model gives them probabilities of 0.02 and 0.06. With which probability
-# is the second one picked behind the mask?
+# is the second one picked after masking?
 
 # %%
 probability_of_the_second = None
@@ -504,7 +504,7 @@ nb.check(probability_of_the_second, round(float(right), 2))
 # ## Your experiment: whose answers gain by one step ahead?
 #
 # The server of section 1 again: 256 requests, 64 at a time, on a simulated H100. The CPU has a fifth of each step, and
-# the longer of the two says that one step ahead is at most 1.25 times as fast.
+# by the rule of the longer of the two, one step ahead is at most 1.25 times as fast.
 #
 # **Write down how many times as fast it is for each of the four lengths**, then run the cell. Then change the CPU's
 # share: from which share on does one step ahead pay for all of them?
@@ -527,5 +527,5 @@ print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
 # **What to look for.** Each answer costs one token in vain, and its batch slot is free one step later. Of an answer of
-# 2 tokens that is a third of all that is computed, of one of 200 next to nothing. With a share of a twentieth, short
+# 2 tokens that is a third of all that is computed; of one of 200, next to nothing. With a share of a twentieth, short
 # answers lose: chats and documents gain, and a classifier that answers with one word may not.

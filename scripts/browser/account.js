@@ -62,6 +62,7 @@ export function firstPlace(problem) {
   return { path, line: Number(line), message: error ? error.text : problem.title };
 }
 
+const PAGE = /docs\/((?:en|es)\/[\w/-]+)\.md/;
 const PLACE = /(labs\/[\w./-]+\.py):(\d+)/;
 const ERROR = /^\w+(Error|Exception|Exit|Interrupt|Iteration)\b/; // what was raised stands at its place, or in the line before
 
@@ -75,6 +76,10 @@ function shownLine({ text, label, strong, faint }, goTo) {
     const [all, path, number] = place;
     const link = make("button", { type: "button", onclick: () => goTo(path, Number(number)) }, all);
     inside.append(text.slice(0, place.index), link, text.slice(place.index + all.length));
+  } else if (PAGE.test(text)) {
+    const { 0: all, 1: page, index } = PAGE.exec(text);
+    const href = new URL(page.replace(/^en\//, "").replace(/(^|\/)index$/, "$1") + "/", new URL("../../", import.meta.url)).href;
+    inside.append(text.slice(0, index), make("a", { href }, all), text.slice(index + all.length));
   } else if (strong) {
     const begin = text.indexOf(strong);
     inside.append(text.slice(0, begin), make("strong", {}, strong), text.slice(begin + strong.length));

@@ -14,11 +14,12 @@ import { say } from "./say.js";
  * An editor of Python in the element `parent`. Tab indents; Escape and then Tab leaves, as CodeMirror has it.
  *
  * @param {HTMLElement} parent
- * @param {{text: string, label: string, onChange?: (text: string) => void}} options `label`: what a screen reader says
+ * @param {{text: string, label: string, onChange?: (text: string) => void, onRun?: () => void}} options `label`: what a
+ *   screen reader says; `onRun`: Ctrl+Enter
  * @returns {{text: string, focus: () => void, mark: (problems: {line: number, message: string}[]) => void,
- *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1
+ *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1, and the first
  */
-export function createEditor(parent, { text, label, onChange = () => {} }) {
+export function createEditor(parent, { text, label, onChange = () => {}, onRun = () => {} }) {
   const view = new EditorView({
     parent,
     state: EditorState.create({
@@ -33,8 +34,9 @@ export function createEditor(parent, { text, label, onChange = () => {} }) {
         indentUnit.of("    "),
         lintGutter(),
         python(),
+        EditorView.lineWrapping,
         syntaxHighlighting(classHighlighter),
-        keymap.of([...defaultKeymap, ...historyKeymap, indentWithTab]),
+        keymap.of([{ key: "Mod-Enter", run: () => (onRun(), true) }, ...defaultKeymap, ...historyKeymap, indentWithTab]),
         EditorState.phrases.of({ "Selection deleted": say("Selection deleted") }),
         EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
         EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),
@@ -56,6 +58,7 @@ export function createEditor(parent, { text, label, onChange = () => {} }) {
         return { from, to, severity: "error", message };
       });
       view.dispatch(setDiagnostics(view.state, found));
+      if (found.length) view.dispatch({ effects: EditorView.scrollIntoView(found[0].from, { y: "center" }) });
     },
     goTo(line) {
       const { from } = lineAt(line);

@@ -11,10 +11,12 @@ const PREPARE = "from scripts.browser.grade import prepare\nprepare()";
 const GRADE = "from scripts.browser.grade import grade\ngrade(args, post)";
 const TICK = 0.25; // seconds between two looks at a run
 const GRACE = 2; // seconds more than a run has: it finds most endless loops itself, and says where
+const SPARES = 2; // a rerun follows a run at once, and a Python takes seconds to load
 const CULPRITS = ["import", "file", "test", "result"];
 
 export class Grader {
-  #spare = null;
+  #spares = []; // the last may still be loading
+  #isLoading = false;
   #running = null;
   #isClosed = false;
 
@@ -23,13 +25,14 @@ export class Grader {
     this.onLoading = onLoading;
   }
 
-  /** Load a Python for the next grading, if none is loaded or being loaded. */
+  /** Load Pythons for the next gradings, one after the other, and none while one runs. */
   prepare() {
-    if (this.#spare || this.#isClosed) return;
+    if (this.#isLoading || this.#isClosed || this.#spares.length === SPARES) return;
+    this.#isLoading = true;
     const python = new Python(ARCHIVES, { onLoading: (words) => this.onLoading(words) });
-    const prepared = python.run(PREPARE);
-    prepared.catch(() => {}); // anyone who grades with it hears of it
-    this.#spare = { python, prepared };
+    const prepared = python.run(PREPARE).finally(() => (this.#isLoading = false));
+    prepared.then(() => this.#running || this.prepare()).catch(() => {}); // anyone who grades with it hears of it
+    this.#spares.push({ python, prepared });
   }
 
   /**
@@ -59,14 +62,13 @@ export class Grader {
   close() {
     this.#isClosed = true;
     this.stop();
-    this.#spare?.python.stop();
+    for (const { python } of this.#spares) python.stop();
   }
 
   /** One worker's part of a grading; null if it was lost. */
   async #run(asked, tell) {
-    this.prepare();
-    const { python, prepared } = this.#spare;
-    this.#spare = null;
+    if (!this.#spares.length) this.prepare();
+    const { python, prepared } = this.#spares.shift();
     this.#running = python;
     let result = null;
     let last = null;

@@ -9,6 +9,8 @@ import { Stopped } from "./python.js";
 import { LANGUAGE, say } from "./say.js";
 import * as store from "./store.js";
 
+const SITE = new URL(LANGUAGE === "es" ? "../../es/" : "../../", import.meta.url); // of the page's language
+
 let lab = null;
 
 /**
@@ -45,7 +47,7 @@ class Lab {
     this.#build();
     const next = this.#tasks.find((task) => !this.#isPassed(task)) ?? this.#tasks[0];
     this.#el.task.value = next.id;
-    this.#editor = createEditor(this.#el.editor, { text: "", label: say("Your file"), onChange: (text) => this.#keep(text) });
+    this.#editor = createEditor(this.#el.editor, { text: "", label: say("Your file"), onChange: (text) => this.#keep(text), onRun: () => this.#run() });
     this.#choose();
     this.#setStatus(say("Your file stays in this browser."));
     this.#grader.prepare();
@@ -197,12 +199,28 @@ class Lab {
     const { id, hints } = this.#task;
     const shown = Math.min(Number(store.read(`hints/${id}`) ?? 0) + 1, hints.length);
     store.write(`hints/${id}`, String(shown));
-    const list = make("ol", {}, ...hints.slice(0, shown).map((hint) => make("li", {}, hint)));
-    this.#el.results.replaceChildren(list);
+    this.#el.results.querySelector("ol")?.remove();
+    this.#el.results.prepend(make("ol", {}, ...hints.slice(0, shown).map((hint) => make("li", {}, hint))));
+    this.#el.results.scrollTop = 0;
     this.#setStatus(say("Hint {shown} of {count} for task {id}.", { shown, count: hints.length, id }));
   }
 
+  /** The way to the task after one that has passed: in this panel, or to its page; none after the last. */
+  async #wayOn({ id }) {
+    const route = await (await fetch(new URL(`route.${LANGUAGE}.json`, import.meta.url))).json();
+    const next = route[route.findIndex((task) => task.id === id) + 1];
+    if (!next) return [];
+    const words = `${say("Next: {id} {title}", next)} →`;
+    if (!this.#tasks.some((task) => task.id === next.id)) return [make("a", { class: "mc-next", href: new URL(next.page, SITE) }, words)];
+    const choose = () => {
+      this.#el.task.value = next.id;
+      this.#choose();
+    };
+    return [make("button", { type: "button", class: "mc-next", onclick: choose }, words)];
+  }
+
   async #run() {
+    if (this.#isRunning) return;
     const task = this.#task;
     const { run, stop, results } = this.#el;
     const paths = Object.keys(this.#sheet.starters);
@@ -223,7 +241,8 @@ class Lab {
       this.#show(task.file);
       const asked = { phase: this.#sheet.number, task: task.number, files };
       const { account, passed } = await this.#grader.grade(asked, onEvent);
-      results.replaceChildren(...show(account, (path, line) => this.#goTo(path, line)));
+      const wayOn = passed.includes(task.id) ? await this.#wayOn(task).catch(() => []) : [];
+      results.replaceChildren(...wayOn, ...show(account, (path, line) => this.#goTo(path, line)));
       results.scrollTop = 0;
       this.#markFirst(account.problems);
       store.write(`passed/${task.id}`, passed.includes(task.id) ? new Date().toISOString() : null);

@@ -65,7 +65,7 @@ def two_threads(figure: Figure, scheme: Scheme) -> None:
     diagram.arrow((14.3, loop - 0.1), (16.5, thread + high + 0.1))
     for x, words in ((3.1, "between steps:\nadd 0, 1, 2"), (15.5, "between steps:\n1 is gone, its blocks free")):
         diagram.text(x, thread - 1.1, words, fontsize=SMALL)
-    diagram.text(6.9, 5.6, "commands go up", fontsize=SMALL)
+    diagram.text(6.3, 5.6, "commands go up", fontsize=SMALL)
     diagram.text(21.7, 5.6, "chunks come down,\none call a step", align="right", fontsize=SMALL)
     diagram.arrow((3.1, 9.8), (23.6, 9.8))
     diagram.text(23.6, 10.3, "time", align="right", fontsize=SMALL)

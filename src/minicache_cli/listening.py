@@ -72,7 +72,7 @@ def logged(logs: Logs, logger: logging.Logger) -> Iterator[None]:
 
 
 def bind(host: str, port: int) -> Listener:
-    """Take the port before the model is loaded: that it is not to be had is better known at once."""
+    """Take the port before the model is loaded, so a port in use is reported at once."""
     from minicache.serving.http.listener import Listener
 
     host = host.removeprefix("[").removesuffix("]")

@@ -130,6 +130,27 @@ def test_pictures_have_alt_text_and_a_twin(site) -> None:
             assert len(figure.find_all("img")) == 2, f"{page}: a drawn figure has two pictures"
 
 
+def test_pictures_have_a_size(site) -> None:
+    for page in site.pages.values():
+        for image in page.soup.select("article img"):
+            assert int(image["width"]) > 0, f"{page}: {image}"
+            assert int(image["height"]) > 0, f"{page}: {image}"
+
+
+def test_every_page_says_what_it_is_about(site) -> None:
+    for pages in (site.english, site.spanish):
+        said: dict[str, str] = {}
+        for page in pages:
+            text = page.soup.find("meta", attrs={"name": "description"})["content"]
+            assert 20 < len(text) <= 180, f"{page}: {text}"
+            assert text not in said, f"{page} and {said[text]}: {text}"
+            said[text] = page.path
+            assert page.soup.find("meta", property="og:description")["content"] == text
+            assert page.soup.find("meta", property="og:title")["content"]
+            card = target(page, page.soup.find("meta", property="og:image")["content"])
+            assert (site.root / card).is_file(), f"{page}: {card}"
+
+
 def test_every_figure_is_used_by_a_page() -> None:
     texts = [path.read_text(encoding="utf-8") for path in [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]]
     names = {path.name.split(".")[0] for path in (ROOT / "docs" / "shared" / "figures").glob("*.svg")}
@@ -146,8 +167,11 @@ def test_colours_come_from_the_palette(site) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "es/"])
 def test_search_index_has_every_page(site, prefix: str) -> None:
-    index = json.loads((site.root / prefix / "search" / "search_index.json").read_text(encoding="utf-8"))
-    found = {entry["location"].split("#")[0] for entry in index["docs"]}
+    folder = site.root / prefix / "search"
+    index, documents = (
+        json.loads((folder / name).read_text(encoding="utf-8")) for name in ("search_index.json", "documents.json")
+    )
+    found = {entry["location"].split("#")[0] for entry in documents}
     pages = site.spanish if prefix else site.english
     assert {page.path.removeprefix(prefix).removesuffix("index.html") for page in pages} <= found
     assert index["config"]["lang"] == ["es" if prefix else "en"]

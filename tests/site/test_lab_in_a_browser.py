@@ -11,6 +11,7 @@ from tests.browser.command_line import ROOT, on_the_command_line
 from tests.site.chromium import Chromium
 
 from minicache_course.server import PytestServer
+from minicache_course.table import load_course
 from minicache_course.workspace import reference_file
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the site may have to be built first
@@ -20,6 +21,7 @@ BATCHING = "phase-05-continuous-batching/lab/00-the-scheduler/"
 STAGES = "phase-05-continuous-batching/lab/02-two-stages/"
 PADDING = "phase-02-fragmentation/lab/00-padding-and-buddies/"
 BASE = "labs/phase-05-continuous-batching/scheduler/base.py"
+PHASE_2 = load_course(ROOT / "labs" / "course.toml").phase(2)
 RESERVATION = "labs/phase-02-fragmentation/memory/reservation.py"
 ROWS = "    return len(lengths) * max(lengths)\n"
 SOLVED = reference_file("minicache.memory.reservation").read_text(encoding="utf-8")
@@ -136,7 +138,10 @@ def test_mistakes_are_told_as_on_the_command_line(lab: Lab, server: PytestServer
         lab.write(files[RESERVATION])
         (folder := tmp_path / name).mkdir()
         assert lab.run() == as_shown(on_the_command_line(folder, server, 2, 1, files)), name
-        if name != "wrong value":  # which no line of the learner's has raised
+        if name == "wrong value":
+            read = lab.browser.evaluate("document.querySelector('.mc-problem a').href")
+            assert read.startswith(lab.address + "phase-02-fragmentation/")
+        else:
             lab.browser.evaluate("document.querySelector('.mc-problem .mc-line button').click()")
             lab.browser.wait_for("document.querySelectorAll('.cm-lint-marker-error').length === 1", 5)
 
@@ -190,6 +195,44 @@ def test_work_is_kept_exported_imported_and_put_back(lab: Lab) -> None:
     lab.click("Reset")
     assert lab.stored(RESERVATION) is None
     assert "not written" in lab.run()["rows"][0]
+
+
+def test_after_a_pass_it_leads_on(lab: Lab) -> None:
+    lab.open(PADDING)
+    ways = []
+    for _ in range(5):
+        lab.write(SOLVED)
+        lab.run()
+        way = "(({ href, textContent }) => [href ?? null, textContent])(document.querySelector('.mc-next'))"
+        ways.append(lab.browser.evaluate(way))
+        if ways[-1][0]:
+            break
+        lab.browser.evaluate("document.querySelector('.mc-next').click()")
+    tasks = [task for task in PHASE_2.tasks if task.page.endswith("/00-padding-and-buddies.md")]
+    following = PHASE_2.tasks[len(tasks)]
+    assert [text for _, text in ways] == [
+        f"Next: {task.id} {task.title} →" for task in PHASE_2.tasks[1 : len(tasks) + 1]
+    ]
+    assert ways[-1][0] == lab.address + following.page.removeprefix("docs/en/").removesuffix(".md") + "/"
+
+
+def test_control_and_enter_run_the_tests(lab: Lab) -> None:
+    lab.open(PADDING)
+    lab.write(SOLVED)
+    lab.browser.press("Enter", control=True)
+    lab.browser.wait_for("document.querySelector('.mc-status').textContent.endsWith('has passed.')", 120)
+    assert lab.stored(RESERVATION) == SOLVED
+
+
+def test_the_panel_leaves_room_for_the_handout(lab: Lab) -> None:
+    lab.open(PADDING)
+    for width in (960, 1024, 1200, 1400):
+        lab.browser.resize(width, 800)
+        text, panel = (
+            lab.browser.evaluate(f"document.querySelector('{each}').getBoundingClientRect().{side}")
+            for each, side in (("article", "right"), (".mc-lab", "left"))
+        )
+        assert text <= panel, f"{width} pixels"
 
 
 def test_hints_come_one_by_one(lab: Lab) -> None:

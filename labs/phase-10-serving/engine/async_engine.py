@@ -316,7 +316,7 @@ class AsyncEngine:
     def leave(self, stream: AnswerStream) -> None:
         """A stream was closed with unfinished answers: free their slots, and have the thread abort its request.
 
-        It leaves `streams`. If it was not there, nothing is done. Slots of finished answers are free already.
+        The stream leaves `streams`. If it was not there, nothing is done. Slots of finished answers are free already.
         """
         raise NotImplementedError(
             "phase 10, task 3: A bounded queue, and leaving it; read docs/en/phase-10-serving/lab/01-admission-and-failure.md"
@@ -454,7 +454,7 @@ class LastStep(Observer):
     With asynchronous scheduling there may be two. The older one is waited for, so it is the one that fails.
 
     Attributes:
-        requests: of the oldest output whose tokens are not recorded, in batch order; none if there is no such, or it
+        requests: of the oldest output whose tokens are not recorded, in batch order; none if there is none, or it
             was forgotten.
         has_failed: whether a step has failed since tokens were last recorded.
     """

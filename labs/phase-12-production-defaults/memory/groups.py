@@ -180,18 +180,18 @@ class BlockGroups:
     # Prefix hits, intersected
 
     def find(self, hashes: Sequence[BlockHash]) -> tuple[Tables, int]:
-        """The longest prefix behind which a request can continue in every group.
+        """The longest prefix after which a request can continue in every group.
 
-        It can in a group that has cached every block of the prefix that the token behind it sees: all of them without
-        a window, and those that are not outside with one (`num_outside`). Takes no reference.
+        A group allows that if it has cached every block of the prefix that the next token sees: all of them without a
+        window, and those that are not outside with one (`num_outside`). Takes no reference.
 
         Args:
             hashes: of the blocks of a request's tokens, from its first on.
 
         Returns:
-            The tables of the prefix, with NULL_BLOCK where that token does not see the block, cached or not; and the
-            junction: how many blocks from the beginning on the first group without a window has (if all have one: how
-            long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
+            The tables of the prefix, with NULL_BLOCK where the next token does not see the block, cached or not; and
+            the junction: how many blocks from the beginning on the first group without a window has (if all have one:
+            how long a prefix the first group would do with), if that is more than the prefix, else 0. A request that
             computes them should leave what the other groups need there (`is_retained`): others came so far too.
         """
         raise NotImplementedError(
@@ -240,8 +240,8 @@ class BlockGroups:
     def is_retained(self, window: int | None, index: int, prefixes: Sequence[int] = ()) -> bool:
         """Whether a full block is cached.
 
-        All are without a window, and all if `retention` is None. Otherwise those that a request sees which finds one
-        of certain prefixes: the last `blocks_seen` of it. These prefixes are the `prefixes`, and those of every
+        Without a window all are, and all if `retention` is None. Otherwise the last `blocks_seen` blocks of certain
+        prefixes are: a request that finds the prefix sees them. These prefixes are the `prefixes`, and those of every
         multiple of `retention` tokens, unless it is 0.
 
         Args:

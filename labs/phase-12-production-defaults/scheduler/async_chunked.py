@@ -210,7 +210,7 @@ class AsyncChunkedScheduler(VllmOptionsScheduler):
                 raise ValueError(f"a token id must be at least 0, got {token}")
 
     def append_token(self, request: Request, token: int) -> bool:
-        """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
+        """Replace a placeholder by its token; or, if the request was preempted, append the stale token.
 
         Returns:
             Whether it finishes the request: as FINISHED_STOPPED or FINISHED_LENGTH, by the rules of

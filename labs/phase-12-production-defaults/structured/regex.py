@@ -17,7 +17,7 @@ from minicache.structured.expressions import Either, Letter, Node, Range, Repeat
 class Automaton:
     """A deterministic automaton over bytes.
 
-    A state is a number; what is behind it is the automaton's own affair. Texts that lead to one state have the same
+    A state is a number; what it stands for is up to the automaton. Texts that lead to one state have the same
     continuations; there are finitely many states, however long the texts. From every state some text leads to
     acceptance: a byte after which the expression could not be completed leads nowhere.
 
@@ -40,7 +40,7 @@ class Automaton:
         )
 
     def next_states(self, state: int) -> dict[int, int]:
-        """Byte → the state behind it, for every byte that may come next.
+        """Byte → the state after it, for every byte that may come next.
 
         Asked a second time for a state, it gives the same dict without any work. Do not change it.
 

@@ -68,7 +68,7 @@ class ScheduledRequest:
         num_tokens: its tokens, the placeholder included.
         block_ids: its blocks.
         draft_token_ids: none.
-        inputs: the tokens that the step computes. In the placeholder's stead there is 0, until it is known.
+        inputs: the tokens that the step computes. In the placeholder's position there is 0, until it is known.
         num_unknown: 1 if there is one, else 0.
     """
 

@@ -104,7 +104,7 @@ class TieredBlockPool(CachingBlockPool):
         self.filled, self.evicted, self._contents = {}, [], {}
 
     def place(self, found: Sequence[int], hashes: Sequence[BlockHash]) -> list[int]:
-        """Take free blocks for contents that come from the tiers, behind a prefix that was found, and cache them.
+        """Take free blocks for contents that come from the tiers, after a prefix that was found, and cache them.
 
         They are free and cached then, as blocks whose request has finished; `filled` does not have them. The found
         blocks keep their contents, and their hashes.
@@ -194,7 +194,7 @@ class LoadingQueue(RequestQueue):
 
 
 class TieredScheduler(PrefixCachingScheduler):
-    """What a stage with a prefix cache does besides, if there are tiers below it. `with_tiers` combines the two.
+    """What tiers below its prefix cache add to a stage. `with_tiers` combines the two.
 
     **Down.** With "write_through", a block is stored once it is full and computed; with "write_back", when it is
     evicted from the prefix cache. Either way it is in `SchedulerOutput.blocks_to_store` of a step that writes only

@@ -15,7 +15,7 @@ from minicache.structured.expressions import Either, Letter, Node, Range, Repeat
 class Automaton:
     """A deterministic automaton over bytes.
 
-    A state is a number; what is behind it is the automaton's own affair. Texts that lead to one state have the same
+    A state is a number; what it stands for is up to the automaton. Texts that lead to one state have the same
     continuations; there are finitely many states, however long the texts. From every state some text leads to
     acceptance: a byte after which the expression could not be completed leads nowhere.
 
@@ -42,7 +42,7 @@ class Automaton:
         self.start = self._number(self._nfa.closure((first,)))
 
     def next_states(self, state: int) -> dict[int, int]:
-        """Byte → the state behind it, for every byte that may come next.
+        """Byte → the state after it, for every byte that may come next.
 
         Asked a second time for a state, it gives the same dict without any work. Do not change it.
 
@@ -106,7 +106,7 @@ class _ByteNFA:
     """An automaton that may be in several states at once (Thompson, CACM 1968). `add` fills it.
 
     Attributes:
-        edges: state → its edges: a range of bytes, and the state behind it.
+        edges: state → its edges: a range of bytes, and the state after it.
         free: state → the states that it is also in without reading anything.
     """
 
@@ -121,7 +121,7 @@ class _ByteNFA:
         return len(self.edges) - 1
 
     def add(self, node: Node, start: int) -> int:
-        """Add what a part of an expression reads from a state on; returns the state behind it."""
+        """Add what a part of an expression reads from a state on; returns the state after it."""
         match node:
             case Letter(ranges):
                 end = self.new_state()

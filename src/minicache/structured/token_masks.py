@@ -1,8 +1,8 @@
 """Which tokens of a vocabulary an automaton allows next, found without looking at all of them.
 
-Phase 12 builds it. A vocabulary has 49,152 tokens, and behind `{"age": ` perhaps eleven of them are allowed. To try
+Phase 12 builds it. A vocabulary has 49,152 tokens, and after `{"age": ` perhaps eleven of them are allowed. Trying
 each token costs as much whatever is allowed. A trie of the tokens' bytes is walked together with the automaton instead:
-where the automaton cannot go on, all tokens behind are left out at once. Once found, the tokens of a state are
+where the automaton cannot go on, all tokens below are left out at once. Once found, the tokens of a state are
 remembered: the automaton is soon back in it, in this answer or in another.
 """
 
@@ -87,7 +87,7 @@ class TokenMasks:
         A token that ends inside a letter is one of them if the letter can be completed.
 
         It asks the automaton once for each node of the trie whose bytes can be read, and never looks at the nodes
-        behind the others. A node with few children costs little even if many bytes may come, and so does a node with
+        below the others. A node with few children costs little even if many bytes may come, and so does a node with
         many children if few bytes may.
 
         Args:

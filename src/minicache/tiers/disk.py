@@ -1,6 +1,6 @@
 """A tier in a folder, which outlives the process. Phase 12 builds it. Standard library only.
 
-What files there are in the folder, and what is in them, is the tier's own affair: no one else reads them.
+Which files are in the folder, and what is in them, is up to the tier: no one else reads them.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class DiskTier:
 
     **It survives.** A process may be killed at any moment, in the middle of any call, and others open the folder
     afterwards. They find every record whose `store` had returned and that was not evicted or discarded; and the order
-    of use is that of the calls that had returned. What a call was about when it was cut short is done, or not: there is
-    no part of a record.
+    of use is that of the calls that had returned. A call that was cut short has done its work or not: no part of a
+    record is there.
 
     **It is bounded.** When a call returns, the records have at most max_nbytes together. If there are more, the least
     recently used go: as few as possible, or up to a tenth of max_nbytes more. All files of the tier have at most half
@@ -107,7 +107,7 @@ class DiskTier:
         """As `Tier.store`; and it counts as used now.
 
         Raises:
-            Exception: what the system says, that the disk is full for instance. The record is not there.
+            Exception: the system's, when the disk is full for instance. The record is not there.
         """
         path = self._path(key)
         if len(record) > self._max_nbytes or path.exists():

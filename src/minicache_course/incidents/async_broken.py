@@ -50,7 +50,7 @@ class StalePlaceholderScheduler(AlternatingScheduler):
     """
 
     def append_token(self, request: Request, token: int) -> bool:
-        """Put a token in its placeholder's stead, or append it as a stale one; whether it finishes the request."""
+        """Replace a placeholder by its token, or append it as a stale one; whether it finishes the request."""
         if self.ahead is None or request.request_id in self.ahead.num_scheduled_tokens:
             request.num_placeholders = 0
         request.output_token_ids.append(token)

@@ -17,7 +17,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. Right ones may put prompts and decodes into different steps, or into the same, keep a
+            `create_scheduler`. Correct ones may put prompts and decodes into different steps, or into the same, keep a
             watermark, cache prefixes, or preempt by swap: test none of that.
 
     Raises:
@@ -42,10 +42,10 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
 
 class FixedStaleScheduler(AlternatingScheduler):
-    """Incident 10, fixed: a token that comes takes its placeholder's stead, whatever the step ahead computes."""
+    """Incident 10, fixed: a token that comes replaces its placeholder, whatever the step ahead computes."""
 
     def append_token(self, request: Request, token: int) -> bool:
-        """Put a token in its placeholder's stead; or, if the request was preempted, append the stale token.
+        """Replace a placeholder by its token; or, if the request was preempted, append the stale token.
 
         As `AsyncChunkedScheduler.append_token`. Afterwards no placeholder stands for this token.
 

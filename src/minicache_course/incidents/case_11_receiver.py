@@ -1,4 +1,4 @@
-"""Incident 11, the wrong receiver: a token goes to the request that took its own one's slot. Expose it, and fix it.
+"""Incident 11, the wrong receiver: a token goes to the request that took over the slot. Expose it, and fix it.
 
 Phase 12's lab builds it. The bug is `minicache_course.incidents.async_broken.WrongReceiverScheduler`.
 """
@@ -18,8 +18,8 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. Right ones may preempt a request for an urgent one, or let that one wait; they may keep
-            a watermark, cache prefixes, or preempt by swap: test none of that.
+            `create_scheduler`. Correct ones may preempt a request for an urgent one, or let that one wait; they may
+            keep a watermark, cache prefixes, or preempt by swap: test none of that.
 
     Raises:
         AssertionError: an answer has a token that was generated for another request, or lacks one of its own. The

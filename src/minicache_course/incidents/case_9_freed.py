@@ -17,7 +17,7 @@ def expose(create: Callable[..., Scheduler]) -> None:
 
     Args:
         create: makes the scheduler to test: `create(num_blocks=…, max_num_seqs=…, …)`, with the arguments of
-            `create_scheduler`. Right ones may keep a watermark, cache prefixes, hold back all blocks of a request or
+            `create_scheduler`. Correct ones may keep a watermark, cache prefixes, hold back all blocks of a request or
             only those that are written, or admit no request for a step: test none of that.
 
     Raises:

@@ -49,7 +49,7 @@ class Served(ABC):
         turns: in which long work is done.
         shares: which client's request is next.
         tokenizing: the thread in which texts become token ids: neither the event loop nor the engine waits for a long
-            one. One thread, since a tokenizer need not bear several.
+            one. One thread, since a tokenizer need not be thread-safe.
         created: when it began, in seconds since 1970.
     """
 

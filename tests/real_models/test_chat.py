@@ -268,7 +268,7 @@ def test_at_a_terminal_in_spanish_and_without_what_a_server_needs(tmp_path: Path
         before, _, seen = seen.partition(wanted)
         return before
 
-    until("/help muestra las órdenes")
+    until("/help muestra los comandos")
     until("> ")
     os.write(terminal, b"hello\n")
     until(20 * "日")

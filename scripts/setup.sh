@@ -41,8 +41,8 @@ echo "Installing torch, the largest part (a few minutes the first time)"
   fail "$(grep '^torch==' constraints.txt) could not be installed for $(.venv/bin/python --version) on $(uname -sm).
   pip's own message stands above. Usual reasons: no network; a Python newer than torch's wheels (try 3.11 or 3.12);
   a 32-bit or otherwise unsupported machine. docs/en/setup.md says how to get the small CPU-only build."
-echo "Installing minicache and everything else from constraints.txt"
-.venv/bin/pip install --disable-pip-version-check -c constraints.txt -e ".[dev]" ||
+echo "Installing minicache and everything else from constraints.txt (200 packages, a few minutes the first time)"
+.venv/bin/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]" ||
   fail "a package could not be installed: pip's own message stands above."
 echo "Compiling the kernels for this CPU (half a minute)"
 .venv/bin/python - <<'PY'

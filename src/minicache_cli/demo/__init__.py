@@ -57,5 +57,6 @@ def demo(
     memory.show(model, tokenizer, PROMPTS, max_seq_len, out, console)
     console.rule(_("3 of 4: what continuous batching saves"), align="left")
     burst.show(model, tokenizer, PROMPTS, out, console)
-    console.rule(_("4 of 4: a real model"), align="left")
+    console.rule(_("4 of 4: a real model; with 135 million parameters it is often wrong"), align="left")
     questions.show(questions.MODEL, console)
+    console.print(_("Next: minicache grade 0, the first lab"))

@@ -54,7 +54,7 @@ def answer(browser: Chromium, line: str) -> str:
     browser.type(line)
     browser.press("Enter")
     browser.wait_for("document.querySelector('.first form .md-button').disabled")
-    browser.wait_for("!document.querySelector('.first form .md-button').disabled", 120)
+    browser.wait_for("/ 30 /.test(document.querySelector('.first .mc-status').innerText)", 120)
     return text(browser, ".first .mc-status")
 
 

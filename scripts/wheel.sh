@@ -66,7 +66,7 @@ cd "$folder"
 diff -r from-the-checkout my-course || fail "init makes another folder from the wheel than from the checkout"
 cd my-course
 grep -q "not graded yet" <<<"$("$bin/minicache" status)" || fail "status does not list the tasks"
-grep -q "Tus ficheros" <<<"$("$bin/minicache" --lang es status)" || fail "it has no Spanish"
+grep -q "Tus archivos" <<<"$("$bin/minicache" --lang es status)" || fail "it has no Spanish"
 "$bin/minicache" doctor >doctor.log || fail "doctor finds something missing: $(cat doctor.log)"
 "$bin/minicache" grade 0 >/dev/null && fail "the starters pass phase 0"
 cp "$site_packages"/minicache/arithmetic/{paper,arithmetic}.py labs/phase-00-decode-arithmetic/arithmetic/

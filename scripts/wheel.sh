@@ -78,7 +78,7 @@ cp "$site_packages"/minicache/arithmetic/{paper,arithmetic}.py labs/phase-00-dec
 "$bin/minicache" docs 0.2 >docs.log &
 docs=$!
 until grep -q http docs.log; do sleep 0.1; done
-"$bin/python" -c 'import sys, urllib.request as u; assert "minicache grade 0" in u.urlopen(sys.argv[1]).read().decode()' \
+"$bin/python" -c 'import sys, urllib.request as u; assert "write the arithmetic" in u.urlopen(sys.argv[1]).read().decode()' \
   "$(grep -o 'http[^ ]*' docs.log)" || fail "docs does not show the page of task 0.2"
 kill "$docs"
 

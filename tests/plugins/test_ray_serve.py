@@ -325,7 +325,7 @@ def check_that_replicas_come_with_load_and_leave_without_breaking_an_answer(flee
     expected = ask_all(fleet, asked, MOST_TOKENS)
     with fleet.watched_by_ray() as seen:
         # On a quick machine all may be over before one replica too many is noticed.
-        assert any(drains_under_answers(fleet, asked, expected, seen) for _ in range(3))
+        assert any(drains_under_answers(fleet, asked, expected, seen) for _ in range(5))
     assert fleet.metric("minicache:engine_deaths_total") == 1  # none more
 
 

@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 import libcst as cst
 
-from minicache_course.distil.sources import Definition, is_text, members
+from minicache_course.distil.sources import Definition, bindings, is_text, members
 
 Node = TypeVar("Node", bound=cst.CSTNode)
 _WIDTH: Final = 120
@@ -197,8 +197,9 @@ class _Folder(cst.CSTTransformer):
         """Write local constants in."""
         if self._is_local:
             return updated_node
-        updated_node.visit(bound := _Bindings())
-        constants = {name: each for name, each in bound.constants.items() if bound.counts[name] == 1}
+        updated_node.visit(found := _Constants())
+        counts = bindings(updated_node)
+        constants = {name: each for name, each in found.constants.items() if counts[name] == 1}
         if not constants:
             return updated_node
         changed = updated_node.visit(_Folder(constants, self._idle, is_local=True))
@@ -206,43 +207,17 @@ class _Folder(cst.CSTTransformer):
         return changed
 
 
-class _Bindings(cst.CSTVisitor):
-    """How often each local name is bound, and to which of None, True and False."""
+class _Constants(cst.CSTVisitor):
+    """The names that are assigned None, True or False."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: Counter[str] = Counter()
         self.constants: dict[str, cst.BaseExpression] = {}
 
     def visit_Assign(self, node: cst.Assign) -> None:
         target = node.targets[0].target
         if isinstance(target, cst.Name) and len(node.targets) == 1 and code_of(node.value) in ("None", "True", "False"):
             self.constants[target.value] = node.value
-
-    def _bind(self, node: cst.CSTNode) -> None:
-        if isinstance(node, cst.Name):
-            self.counts[node.value] += 1
-        elif isinstance(node, cst.Tuple | cst.List):
-            for each in node.elements:
-                self._bind(each.value)
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        self._bind(node.target)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
-        self._bind(node.target)
-
-    def visit_AugAssign(self, node: cst.AugAssign) -> None:
-        self._bind(node.target)
-
-    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
-        self._bind(node.target)
-
-    def visit_For(self, node: cst.For) -> None:
-        self._bind(node.target)
-
-    def visit_Param(self, node: cst.Param) -> None:
-        self._bind(node.name)
 
 
 @dataclass

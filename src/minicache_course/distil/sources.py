@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,18 +227,18 @@ def uses(nodes: Collection[cst.CSTNode]) -> Uses:
 
 
 class _Locals(cst.CSTVisitor):
-    """The names that a function binds: its parameters, and all that it assigns."""
+    """How often a function binds each name: its parameters, and all that it assigns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: set[str] = set()
+        self.counts: Counter[str] = Counter()
 
     def visit_Param(self, node: cst.Param) -> None:
-        self.names.add(node.name.value)
+        self.counts[node.name.value] += 1
 
     def _bind(self, target: cst.BaseExpression) -> None:
         if isinstance(target, cst.Name):
-            self.names.add(target.value)
+            self.counts[target.value] += 1
         elif isinstance(target, cst.Tuple | cst.List):
             for element in target.elements:
                 self._bind(element.value)
@@ -246,6 +247,9 @@ class _Locals(cst.CSTVisitor):
         self._bind(node.target)
 
     def visit_AnnAssign(self, node: cst.AnnAssign) -> None:
+        self._bind(node.target)
+
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
         self._bind(node.target)
 
     def visit_NamedExpr(self, node: cst.NamedExpr) -> None:
@@ -264,8 +268,13 @@ class _Locals(cst.CSTVisitor):
 
 def locals_of(node: cst.FunctionDef) -> set[str]:
     """The names that are local to a function."""
+    return set(bindings(node))
+
+
+def bindings(node: cst.FunctionDef) -> Counter[str]:
+    """How often each name that is local to a function is bound in it."""
     node.visit(found := _Locals())
-    return found.names
+    return found.counts
 
 
 def functions_of(source: Source) -> Iterator[tuple[str, cst.FunctionDef, bool]]:

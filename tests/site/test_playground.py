@@ -342,6 +342,13 @@ def test_a_file_of_ones_own_is_opened_and_kept(page: Playground) -> None:
     page.wait("pg('told-a').textContent.startsWith('ImportError')")
     assert page.text("told-a").endswith("(fair.py) fair.py does not define it.")
     page.keep(FAIR, None)
+    base = reference_file("minicache.scheduler.base").read_text(encoding="utf-8")
+    page.open("workload=six&a=continuous&b=none")
+    page.choose("base.py", base)
+    page.wait("pg('scheduler-a').value === 'my-continuous'")
+    page.wait_until_ready()
+    assert page.number("step") == "10 of 0–10"
+    page.keep("labs/phase-05-continuous-batching/scheduler/base.py", None)
     page.open()
 
 

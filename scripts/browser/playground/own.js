@@ -15,6 +15,14 @@ export function addOwn({ schedulers }) {
 export const ownModules = ({ stage, built_from: modules }, { files }) =>
   stage ? modules.filter((module) => store.read(files[module]) !== null) : [];
 
+/** The learner's scheduler that shows a module: its own stage or one that is built from it, best of those in `chosen`. */
+export function ownFor(module, chosen, { schedulers }) {
+  const own = Object.keys(schedulers).filter((name) => schedulers[name].stage);
+  const isChosen = (name) => chosen.includes(name) || chosen.includes(schedulers[name].stage);
+  const names = [...own.filter(isChosen), ...own];
+  return names.find((name) => schedulers[name].module === module) ?? names.find((name) => schedulers[name].built_from.includes(module));
+}
+
 /**
  * Keep files of the reader's disk as the learner's.
  *

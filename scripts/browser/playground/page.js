@@ -5,7 +5,7 @@ import { Canvas } from "./canvas.js";
 import { Clock, Player } from "./clock.js";
 import { Code, OWN } from "./code.js";
 import { colours, onSchemeChange } from "./colours.js";
-import { addOwn, openOwn, ownModules } from "./own.js";
+import { addOwn, openOwn, ownFor, ownModules } from "./own.js";
 import { problem, tellProblems } from "./problems.js";
 import { Recording } from "./recording.js";
 import { isStarted, run, stop } from "./runs.js";
@@ -351,10 +351,8 @@ async function openFiles() {
   try {
     const opened = await openOwn(chosen, catalogue);
     if (!opened) return;
-    const names = [...state.schedulers.map((name) => `my-${catalogue.schedulers[name]?.stage ?? name}`), ...Object.keys(catalogue.schedulers)];
-    const builds = (name) => catalogue.schedulers[name]?.stage && catalogue.schedulers[name].built_from.includes(opened);
     panes[0].looked = opened;
-    change({ schedulers: [names.find(builds), state.schedulers[1]] });
+    change({ schedulers: [ownFor(opened, state.schedulers, catalogue), state.schedulers[1]] });
   } catch (error) {
     setStatus(error.message, true);
   }

@@ -415,7 +415,7 @@ refused = {"": [report["num_refused"] for report in found]}
 waits = {p: [1e3 * report["ttft"][p] for report in found] for p in ("p50", "p99")}
 left, right = nb.panels(1, 2)
 look = {"doubling": True, "ylim": (0, None)}
-nb.lines(YOUR_LIMITS, refused, "max_waiting", "refused", roles=["end"], ax=left, **look)
+nb.lines(YOUR_LIMITS, refused, "max_waiting", "refusals", roles=["end"], ax=left, **look)
 nb.lines(YOUR_LIMITS, waits, "max_waiting", "TTFT of the others, ms", ax=right, **look)
 for limit, report in zip(YOUR_LIMITS, found):
     print(f"max_waiting {limit:3}: {report['requests_per_second']:.0f} answers a second")

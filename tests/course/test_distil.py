@@ -266,6 +266,7 @@ def test_stop_strings_end_a_text_and_half_letters_are_held_back(engine: ModuleTy
     assert [plain.push(token_id) for token_id in "é!".encode()] == ["", "é", "!"]
 
 
+@pytest.mark.slow
 def test_finished_files_are_taken_and_the_command_says_which(tmp_path: Path) -> None:
     (tmp_path / "labs").mkdir()
     shutil.copy(ROOT / "labs" / "course.toml", tmp_path / "labs")
@@ -342,6 +343,7 @@ VARIANTS = {
 """Other ways to write the same: module → what is replaced by what."""
 
 
+@pytest.mark.slow
 def test_files_that_are_written_otherwise_compute_the_same(tmp_path: Path) -> None:
     files = {}
     for module, edits in VARIANTS.items():
@@ -364,6 +366,7 @@ def test_files_that_are_written_otherwise_compute_the_same(tmp_path: Path) -> No
     test_it_schedules_as_vllm_does(variant)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -97,8 +97,8 @@ def test_a_prefix_cache_is_used_where_prompts_have_tokens():
 
 def test_tiers(tmp_path):
     """Chats on a cache that is too small for them, and with what is below it: on a server, and for a fleet."""
-    arguments = ("--workload", "chats", "--scheduler", "chunked", "--model", "llama-3-8b", "--count", "100")
-    arguments += ("--rate", "8", "--num-blocks", "1500", "--out", str(tmp_path))
+    arguments = ("--workload", "chats", "--scheduler", "chunked", "--model", "llama-3-8b", "--count", "50")
+    arguments += ("--rate", "8", "--num-blocks", "600", "--out", str(tmp_path))
 
     def report(*tiers):
         text = " ".join(run(*arguments, *tiers).split())

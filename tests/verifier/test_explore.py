@@ -33,7 +33,7 @@ def shortest(scheduler: type[Scheduler], num_requests: int = 2, num_blocks: int 
     return [*(action.kind for action in best.actions), best.rule]
 
 
-@pytest.mark.parametrize("stage", ["static", "continuous", "paged", "fair", "chunked"])
+@pytest.mark.parametrize("stage", ["static", "continuous", "paged", "fair"])  # chunked: `make check`
 def test_nothing_is_wrong_with_the_reference(stage: str) -> None:
     for report in reports(stage):
         assert report.violation is None, report
@@ -206,8 +206,8 @@ def test_the_story_ends_with_what_is_wrong() -> None:
 
 
 def test_two_at_once_find_the_same() -> None:
-    one_by_one = [explore(case) for case in cases("paged", 2)]
-    together = sorted(explore_all(cases("paged", 2)), key=lambda report: report.case)
+    one_by_one = [explore(case) for case in cases("continuous", 2)]
+    together = sorted(explore_all(cases("continuous", 2)), key=lambda report: report.case)
     assert [(each.num_states, each.num_actions) for each in together] == [
         (each.num_states, each.num_actions) for each in sorted(one_by_one, key=lambda report: report.case)
     ]

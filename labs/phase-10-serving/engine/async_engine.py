@@ -2,10 +2,11 @@
 # Write what raises NotImplementedError. `minicache grade 10` grades it, `minicache hint 10.K` helps with task K.
 #
 # Predict, before you write task 10.2. `minicache grade` checks it, without points.
-# Nothing is unfinished. Three commands are in the queue when the thread wakes up; each adds a request of 2 tokens. A
-# fourth arrives in the middle of the first step. There are batch slots for all. How many steps does the thread make?
+# Nothing is unfinished. Three commands are in the queue when the thread wakes up; each adds a request for 2 tokens. A
+# fourth command like them arrives in the middle of the first step. There are batch slots for all. How many steps does
+# the thread make?
 # 10.2a =
-# How many times does it have the event loop call something in these steps, to hand over their chunks?
+# How many times does the thread have the event loop call something in these steps, to hand over the chunks?
 # 10.2b =
 # A command that arrives in the middle of a step aborts the only request, which has 5 tokens still to come. How many
 # further steps begin?

@@ -9,7 +9,7 @@
 # At which second is 2 returned for the first time?
 # 11.5b =
 # There are two replicas, and upscale_delay is 30. There are two calls only, at 0 s and at 100 s, and at both 5 are
-# wanted. What does the second return?
+# wanted. What does the second call return?
 # 11.5c =
 """How many replicas there should be (phase 11). Pure standard library.
 

@@ -68,7 +68,7 @@ def render(path: Path, spanish: str | None = None) -> dict[str, str]:
     introduction = INTRODUCTION if spanish is None else INTRODUCTION_ES
     parts = (question, *shown, introduction.format(name=path.stem), *drawn_by, *body)
     if spanish is not None:
-        pictures = {name: _in_spanish(picture, path) for name, picture in pictures.items()}
+        pictures = {name: _in_spanish(picture) for name, picture in pictures.items()}
     page = f"---\nrender_macros: false\n---\n{title}\n" + "\n".join(parts)
     return {"notebook.md": page, **pictures}
 
@@ -87,10 +87,10 @@ def _translate(cells: list[Any], spanish: str) -> None:
             cell["metadata"]["alt"] = words
 
 
-def _in_spanish(picture: str, notebook: Path) -> str:
+def _in_spanish(picture: str) -> str:
     if missing := labels.missing_in(picture):
         entries = "".join(f'\nmsgid "{entry}"' for entry in missing)
-        raise NotebookError(f"a plot of {notebook.name} has words without Spanish in docs/es/figures.po:{entries}")
+        raise NotebookError(f"a plot has words without Spanish in docs/es/figures.po:{entries}")
     return _widened(labels.in_svg(picture))
 
 

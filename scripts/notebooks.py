@@ -36,7 +36,7 @@ PICTURES = (
     "--InlineBackend.figure_formats={'svg'}",
     "--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Date': None, 'Creator': None}}",
 )
-"""What the kernel is told of pictures: as SVG, so that a page can have their words in its language."""
+"""The kernel draws pictures as SVG, where text stays text: a page has their words in its language."""
 TIMEOUT = 1000
 """Seconds that one cell may take."""
 AT_ONCE = min(2, os.cpu_count() or 1)

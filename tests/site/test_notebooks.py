@@ -207,7 +207,7 @@ def test_a_plot_on_a_page_in_spanish_has_spanish_words_and_room_for_them(
 def test_a_plots_words_without_spanish_are_named(pages: ModuleType, write, catalogue: Path) -> None:
     notebook = write().with_suffix(".ipynb")
     catalogue.write_text(CATALOGUE.replace("en uso", ""), encoding="utf-8")
-    with pytest.raises(pages.NotebookError, match=r'tiny\.ipynb has words .*figures\.po:\nmsgid "in use"$'):
+    with pytest.raises(pages.NotebookError, match=r'a plot has words .*figures\.po:\nmsgid "in use"$'):
         pages.render(notebook, SPANISH)
 
 

@@ -58,7 +58,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
     files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        spanish = files.get_file_from_path(f"{notebook.stem}/notebook.md")  # its words: on_page_read_source has the rest
+        spanish = files.get_file_from_path(f"{notebook.stem}/notebook.md")  # the rest: on_page_read_source
         if spanish or config.theme["language"] == "en":
             for name, content in rendered(notebook, spanish.content_string if spanish else None).items():
                 if not (spanish and name == "notebook.md"):

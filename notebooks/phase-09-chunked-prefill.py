@@ -37,7 +37,7 @@ def itl_around(scheduler, late=3.0):
 seconds, itl = {}, {}
 for name, kind, budget in (
     ("whole", FairScheduler, 16_384),
-    ("chunks", ChunkedPrefillScheduler, 512),
+    ("in chunks", ChunkedPrefillScheduler, 512),
 ):
     seconds[name], itl[name] = itl_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
 look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt", "joined": False}

@@ -1,4 +1,4 @@
-"""The figures of phase 0: heads, bytes per token, what fits, and the roofline.
+"""The figures of phase 0: heads, bytes per token, what fits, what a step reads and computes, and the roofline.
 
 Every number comes from `minicache.arithmetic.arithmetic` and `minicache.arithmetic.specs`; nothing here is measured.
 """
@@ -46,6 +46,7 @@ def main() -> None:
     draw("kv-bytes-per-token", bytes_per_token, size=(7.2, 3.0))
     draw("a100-memory", memory, size=(7.2, 2.6))
     draw("concurrent-sequences", concurrency, size=(7.2, 3.8))
+    draw("bytes-and-flops", bytes_and_flops, size=(6.2, 3.0))
     draw("roofline", roofline, size=(7.2, 4.0))
     draw("intensity-by-batch", intensity_by_batch, size=(7.2, 3.8))
 
@@ -148,6 +149,36 @@ def concurrency(figure: Figure, scheme: Scheme) -> None:
         axes.plot(*zip(*shown, strict=True), dash, marker=marker, color=color(role, scheme), label=name)
     logarithmic(axes)
     axes.legend()
+
+
+def bytes_and_flops(figure: Figure, scheme: Scheme) -> None:
+    """Four steps of Llama-3-8B: the bytes of each, weights and caches, and its FLOPs next to them."""
+    steps = {  # name → new tokens, tokens in the cache, sequences
+        "decode,\n1 sequence": (1, 0, 1),
+        "decode,\n32 sequences": (1, 1000, 32),
+        "decode,\n256 sequences": (1, 1000, 256),
+        "prefill,\n2,048 tokens": (2048, 0, 1),
+    }
+    weights = weight_bytes(LLAMA_3_8B.num_parameters) / 1e9
+    moved, worked = figure.subplots(1, 2, sharey=True)
+    for row, step in enumerate(steps.values()):
+        total, flops = step_bytes(LLAMA_3_8B, *step) / 1e9, step_flops(LLAMA_3_8B, *step)
+        moved.barh(row, weights, color=GRID[scheme], height=0.62, label="weights")
+        moved.barh(row, total - weights, left=weights, color=color("shared", scheme), height=0.62, label="caches")
+        worked.barh(row, flops / 1e12, color=color("prompt" if step[0] > 1 else "generated", scheme), height=0.62)
+        ratio = intensity(LLAMA_3_8B, *step)
+        is_prefill = step[0] > 1  # its bar is long: the words are on it
+        ink, at = (PALETTE["prompt"].on_light, 0.0) if is_prefill else (INK[scheme], flops / 1e12)
+        words = f"{ratio:,.0f} FLOP/byte" if ratio > 100 else f"{ratio:#.3g} FLOP/byte"
+        worked.annotate(words, (at, row), xytext=(6, 0), textcoords="offset points", va="center", color=ink)
+    moved.set(yticks=range(len(steps)), yticklabels=steps, xlabel="GB read and written", xlim=(0, 55))
+    worked.set(xlabel="TFLOP computed", xlim=(0, 38))
+    for axes in (moved, worked):
+        axes.grid(visible=False, axis="y")
+        axes.tick_params(axis="y", length=0)
+    moved.invert_yaxis()
+    handles, names = moved.get_legend_handles_labels()
+    moved.legend(handles[:2], names[:2], loc="lower right")
 
 
 def roofline(figure: Figure, scheme: Scheme) -> None:

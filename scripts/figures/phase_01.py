@@ -1,4 +1,4 @@
-"""The figures of phase 1: prefill and decode, the mask, the cache, what it saves, its layout, and what it wastes.
+"""The figures of phase 1: prefill and decode, the mask, the cache, what it saves and costs, its layout, its waste.
 
 The measured curves come from benchmarks/results/decode_cost.json; every other number is computed here.
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from minicache.palette import Scheme, color
+from minicache.palette import GRID, Scheme, color
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
+from scripts.numbers import decode_steps
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 SMALL = TYPE_SIZE * 0.85
@@ -35,6 +36,7 @@ def main() -> None:
     draw("cache-cursor", cache_cursor, size=(7.2, 2.8))
     draw("positions-computed", positions_computed, size=(7.2, 3.5))
     draw("decode-cost", decode_cost, size=(7.2, 3.6))
+    draw("bytes-per-new-token", bytes_per_new_token, size=(6.2, 2.5))
     draw("cache-layouts", cache_layouts, size=(7.2, 3.9))
     draw("reservation-waste", reservation_waste, size=(7.2, 3.4))
     draw("holes", holes, size=(7.2, 3.6))
@@ -148,6 +150,24 @@ def decode_cost(figure: Figure, scheme: Scheme) -> None:
     axes.set_yscale("log")
     axes.set_xlim(0, 615)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def bytes_per_new_token(figure: Figure, scheme: Scheme) -> None:
+    """A decode step's bytes for each new token: the weights' part shrinks with the batch, the cache's does not."""
+    axes = plot(figure, xlabel="MB read or written for each new token")
+    steps = decode_steps()["minigpt"]
+    for row, step in enumerate(steps):
+        weights, cache = (step[key] / step["batch"] / 1e6 for key in ("weights", "caches"))
+        axes.barh(row, cache, color=color("shared", scheme), height=0.62, label="its own cache")
+        axes.barh(row, weights, left=cache, color=GRID[scheme], height=0.62, label="its part of the weights")
+        axes.text(cache + weights, row, f"  {cache + weights:.2f}", va="center")
+    names = ["1 sequence" if step["batch"] == 1 else f"{step['batch']} sequences" for step in steps]
+    axes.set(yticks=range(len(steps)), yticklabels=names, xlim=(0, 4.7))
+    axes.invert_yaxis()
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(handles[:2], labels[:2], loc="lower right")
 
 
 def cache_layouts(figure: Figure, scheme: Scheme) -> None:

@@ -1,4 +1,4 @@
-"""The figures of phase 3: slots, a pool over time, sharing, bounded waste, ways to attend, and the ragged step.
+"""The figures of phase 3: addresses, slots, a pool over time, sharing, waste, ways to attend, and the ragged step.
 
 The diagrams are drawn from real pools, tables and steps, so they always match the code. The bars come from
 benchmarks/results/paged_attention.json.
@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from minicache.cache.paged import PagedStorage, RaggedStep
 from minicache.errors import SharedBlockError
 from minicache.grammar import sample_text
 from minicache.memory.blocks import BlockPool, BlockTable, blocks_for
-from minicache.palette import Scheme, color
+from minicache.palette import INK, Scheme, color
 from minicache.simulator.workload import ALPACA, SHAREGPT, generate
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 
@@ -34,13 +34,49 @@ NUM_PROMPT = 6
 
 def main() -> None:
     """Draw them all."""
+    draw("translated-twice", translated_twice, size=(6.2, 3.4))
     draw("block-slots", block_slots, size=(7.2, 3.7))
     draw("pool-over-time", pool_over_time, size=(7.2, 3.9))
     draw("fork-sharing", fork_sharing, size=(7.2, 3.6))
     draw("dense-and-paged", dense_and_paged, size=(7.2, 3.3))
     draw("waste-by-block-size", waste_by_block_size, size=(7.2, 3.5))
+    draw("four-ways", four_ways, size=(6.2, 4.55))
     draw("ways-to-attend", ways_to_attend, size=(7.2, 3.2))
     draw("ragged-step", ragged_step, size=(7.2, 4.2))
+
+
+def translated_twice(figure: Figure, scheme: Scheme) -> None:
+    """An address of a process and a token of a sequence: index and offset, an entry of a table, a place in memory."""
+    diagram = Diagram(figure, scheme, width=18, height=9.87)
+    sides = (
+        (0.3, "a process reads address 9,000", "page", "page table", "frame", "address", 4096, 9000),
+        (9.5, "a sequence reads token 37", "block", "block table", "block", "slot", 16, 37),
+    )
+    for left, title, page, table, frame, unit, size, place in sides:
+        index, offset, found = place // size, place % size, 7
+        diagram.text(left, 0.5, title, bold=True)
+        for number in range(3):
+            role = "generated" if number == index else None
+            diagram.cell(left + number * 2.6, 1.1, f"{page} {number}", role, width=2.6)
+        diagram.text(left, 3.0, f"offset {offset}")
+        diagram.text(left, 4.3, table)
+        diagram.row(left + 4.2, 3.8, ["", "", str(found)], [None, None, "generated"], width=1.2)
+        for number in range(3):
+            at = found - 1 + number
+            role = "generated" if at == found else "free"
+            diagram.cell(left + number * 2.6, 6.5, f"{frame} {at}", role, width=2.6)
+        diagram.text(left, 8.4, f"offset {offset}: {unit} {found * size + offset:,}")
+        diagram.arrow((left + 7.2, 2.15), (left + 7.2, 3.75))
+        diagram.arrow((left + 7.0, 4.85), (left + 4.6, 6.45))
+        for x, y in ((left + index * 2.6, 1.1), (left + 2.6, 6.5)):
+            _mark(diagram, x + 2.6 * offset / size, y + 1.05)
+    _mark(diagram, 0.5, 9.15)
+    diagram.text(0.9, 9.4, "the offset: the same before and after")
+
+
+def _mark(diagram: Diagram, x: float, y: float) -> None:
+    """A short thick line, from y downwards."""
+    diagram.axes.plot([x, x], [y, y + 0.5], color=INK[diagram.scheme], linewidth=3, solid_capstyle="butt")
 
 
 def block_slots(figure: Figure, scheme: Scheme) -> None:
@@ -263,6 +299,58 @@ def _lengths() -> dict[str, list[int]]:
         ]
         for workload in (ALPACA, SHAREGPT)
     }
+
+
+def four_ways(figure: Figure, scheme: Scheme) -> None:
+    """Four sequences in blocks of four: what each way to attend copies, pads, and calls."""
+    lengths = {"A": 7, "B": 2, "C": 8, "D": 3}
+    diagram = Diagram(figure, scheme, width=18, height=13.2)
+    size = 0.62
+    ways: tuple[tuple[str, list[str]], ...] = (
+        ("everything at once", ["ABCD"]),
+        ("in buckets", ["AC", "BD"]),
+        ("one sequence at a time", ["A", "B", "C", "D"]),
+        ("block by block", []),
+    )
+    for place, (title, calls) in enumerate(ways):
+        left, top = 0.3 + 9.2 * (place % 2), 0.5 + 6.1 * (place // 2)
+        y, padded = top + 1.5, 0
+        parts = 0
+        for call in calls:
+            longest = max(lengths[name] for name in call)
+            start = y
+            for name in call:
+                roles = ["generated"] * lengths[name] + ["wasted"] * (longest - lengths[name])
+                padded += longest - lengths[name]
+                diagram.text(left, y + size / 2, name)
+                diagram.row(left + 0.9, y, [""] * longest, roles, width=size, height=size)
+                y += size
+            _frame(diagram, left + 0.9, start, longest * size, y - start)
+            y += 0.3
+        for name in [] if calls else lengths:
+            diagram.text(left, y + size / 2, name)
+            for first in range(0, lengths[name], BLOCK):
+                held, x = min(BLOCK, lengths[name] - first), left + 0.9 + first * size + first // BLOCK * 0.9
+                diagram.row(x, y, [""] * held, ["prompt"] * held, width=size, height=size)
+                _frame(diagram, x, y, held * size, size)
+                if first:
+                    diagram.text(x - 0.45, y + size / 2, "+", align="center", bold=True)
+                parts += 1
+            y += size + 0.3
+        told = f"{len(calls)} calls, {padded} padded" if len(calls) > 1 else f"1 call, {padded} padded"
+        diagram.text(left, top, title, bold=True)
+        diagram.text(left, top + 0.75, told if calls else f"{parts} parts, merged")
+    meanings = {"generated": "copied", "wasted": "padding", "prompt": "read in its block"}
+    for (role, meaning), x in zip(meanings.items(), (0.3, 3.9, 7.6), strict=True):
+        diagram.legend({role: meaning}, x, 12.4, size=0.55, fontsize=TYPE_SIZE)
+    _frame(diagram, 13.8, 12.4, 0.9, 0.55)
+    diagram.text(15.0, 12.67, "one call")
+
+
+def _frame(diagram: Diagram, x: float, y: float, width: float, height: float) -> None:
+    """A line around cells."""
+    line = INK[diagram.scheme]
+    diagram.axes.add_patch(Rectangle((x, y), width, height, facecolor="none", edgecolor=line, linewidth=1.6))
 
 
 def ways_to_attend(figure: Figure, scheme: Scheme) -> None:

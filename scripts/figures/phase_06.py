@@ -1,4 +1,4 @@
-"""The figures of phase 6: now, later and never; a preemption step by step; a victim's blocks; what it costs.
+"""The figures of phase 6: now, later and never; a preemption; a victim's blocks; two sources; what it costs.
 
 What is drawn of a scheduler is read off a real one or its trace. Costs come from benchmarks/results/preemption.json.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from minicache.request import Request, RequestId
 from minicache.scheduler import PagedScheduler
 from minicache.scheduler.drive import drive
 from minicache.scheduler.observe import Recorder, observe
+from minicache.scheduler.output import SchedulerOutput
 from minicache.trace import TraceStep
 from scripts.figures.style import TYPE_SIZE, Diagram, draw
 
@@ -35,6 +37,7 @@ def main() -> None:
     draw("now-later-never", now_later_never, size=(7.2, 3.3))
     draw("preemption-timeline", preemption_timeline, size=(7.2, 3.9))
     draw("victim-blocks", victim_blocks, size=(7.2, 4.1))
+    draw("two-sources", two_sources, size=(6.2, 3.9))
     draw("blocks-and-preemptions", blocks_and_preemptions, size=(7.2, 4.6))
     draw("recompute-or-swap-modelled", modelled_costs, size=(7.2, 3.6))
     draw("recompute-or-swap-measured", measured_costs, size=(7.2, 3.4))
@@ -215,6 +218,82 @@ def _strip(diagram: Diagram, x: float, y: float, num_blocks: int, tables: dict[R
         owner, place = owners.get(block, (None, ""))
         role = "free" if owner is None else "generated" if owner == 0 else "prompt"
         diagram.cell(x + block, y, str(place), role, fontsize=SMALL)
+
+
+# --- theory 4: the auditor --------------------------------------------------------------------------------------------
+
+
+class _ForgetfulScheduler(PagedScheduler):
+    """A `restart` without the line that resets the computed tokens."""
+
+    def restart(self, request: Request) -> None:
+        computed = request.num_computed_tokens
+        super().restart(request)
+        request.num_computed_tokens = computed
+
+
+def two_sources(figure: Figure, scheme: Scheme) -> None:
+    """Request 1 of the forgetful scheduler at three moments: what it counts as computed, and what its blocks hold."""
+    scheduler = _ForgetfulScheduler(num_blocks=NUM_BLOCKS)
+    requests = [Request(index, [1] * 80, 20) for index in range(2)]
+    for request in requests:
+        scheduler.add_request(request)
+    held: dict[tuple[int, int], tuple[RequestId, int]] = {}  # block, offset → request, position
+    victim = requests[1]
+    diagram = Diagram(figure, scheme, width=22.5, height=14.16)
+    left, wide, top = 6.6, 2.6, 0.6
+    told = {0: "step 0: in the batch", 1: "step 1: preempted", 20: "step 20: admitted"}
+    for step in range(21):
+        output = scheduler.schedule()
+        for request in requests:
+            for position in range(request.num_computed_tokens, _computed(request, output)):
+                held[request.block_ids[position // BLOCK], position % BLOCK] = request.request_id, position
+        counted = _computed(victim, output)
+        if step in told:
+            diagram.text(0.3, top, told[step], bold=True)
+            diagram.text(0.3, top + 1.2, "counts as computed")
+            for first in range(0, counted, BLOCK):
+                num = min(BLOCK, counted - first)
+                label = str(num) if num > 3 else ""
+                diagram.cell(left + first / BLOCK * wide, top + 0.7, label, width=num / BLOCK * wide)
+            diagram.text(0.3, top + 2.4, "its blocks hold")
+            for index, block in enumerate(victim.block_ids):
+                _contents(diagram, left + index * wide, top + 1.9, wide, index, block, held)
+            if not victim.block_ids:
+                diagram.text(left, top + 2.4, "nothing: here the auditor raises")
+            top += 4.2
+        scheduler.update_from_output(output, dict.fromkeys(output.num_scheduled_tokens, 0))
+    roles = {"prompt": "its own, in place", "wasted": "its own, out of place", "generated": "request 0's"}
+    for (role, meaning), x in zip(roles.items(), (0.3, 7.5, 16.4), strict=True):
+        diagram.legend({role: meaning}, x, 13.2, size=0.6, fontsize=TYPE_SIZE)
+
+
+def _computed(request: Request, output: SchedulerOutput) -> int:
+    """A request's computed tokens once the step is done."""
+    return request.num_computed_tokens + output.num_scheduled_tokens.get(request.request_id, 0)
+
+
+def _contents(
+    diagram: Diagram,
+    x: float,
+    y: float,
+    width: float,
+    index: int,
+    block: int,
+    held: dict[tuple[int, int], tuple[RequestId, int]],
+) -> None:
+    """What the slots of request 1's block `index` hold: a cell for each run of slots of one kind."""
+    kinds: list[str] = []
+    for offset in range(BLOCK):
+        if (found := held.get((block, offset))) is not None:
+            owner, position = found
+            is_its = position == index * BLOCK + offset
+            kinds.append("generated" if owner == 0 else "prompt" if is_its else "wasted")
+    at = x
+    for role, run in groupby(kinds):
+        num = len(list(run))
+        diagram.cell(at, y, str(num) if num > 3 else "", role, width=num / BLOCK * width)
+        at += num / BLOCK * width
 
 
 # --- theory 4: what it costs ------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The figures of phase 7: a scheduler that thrashes, one that starves, and what order and bound make of them.
+"""The figures of phase 7: a scheduler that wastes a slot, one that thrashes, one that starves; order and bound.
 
 All are drawn from traces that real schedulers left, broken ones among them. `tests/site/test_worked_examples.py`
 recomputes the numbers that the pages state from the runs of this module.
@@ -27,9 +27,10 @@ from minicache.trace import TraceStep
 from minicache.verifier.cases import cases
 from minicache.verifier.explore import Case, explore, own_state
 from minicache.verifier.world import World
-from minicache_course.incidents.broken import ThrashScheduler
+from minicache_course.incidents.broken import CapScheduler, ThrashScheduler
+from minicache_course.incidents.case_1_cap import FixedCapScheduler
 from minicache_course.incidents.case_3_thrash import FixedThrashScheduler
-from scripts.figures.phase_05 import role_of
+from scripts.figures.phase_05 import role_of, slots_of
 from scripts.figures.style import TYPE_SIZE, Diagram, draw, plot
 
 SMALL = TYPE_SIZE * 0.8
@@ -40,6 +41,7 @@ Arrivals = list[tuple[int, Request]]
 
 def main() -> None:
     """Draw them all."""
+    draw("cap-grid", cap_grid, size=(6.2, 4.0))
     draw("thrash-grid", thrash_grid, size=(7.2, 3.0))
     draw("thrash-tokens", thrash_tokens, size=(6.0, 2.8))
     draw("thrash-four", thrash_four, size=(7.2, 5.0))
@@ -201,6 +203,25 @@ class Grid:
                     height=self.height,
                     fontsize=min(SMALL, 0.62 * TYPE_SIZE if self.width < 0.6 else SMALL),
                 )
+
+
+def cap_grid(figure: Figure, scheme: Scheme) -> None:
+    """Incident 1 with four batch slots and eight requests: the slot that stays empty, and the steps it costs."""
+    diagram = Diagram(figure, scheme, width=18.4, height=11.87)
+    y = 0.5
+    for name, kind in (("with the bug", CapScheduler), ("right", FixedCapScheduler)):
+        served = run(kind(max_num_seqs=4, num_blocks=16), [(0, Request(name, [1] * 10, 5)) for name in "ABCDEFGH"])
+        slots, largest = slots_of(served.steps), max(len(step.batch) for step in served.steps)
+        diagram.text(0.2, y, f"{name}: {len(served.steps)} steps, the largest batch is {largest}", bold=True)
+        for slot in range(4):
+            diagram.text(0.2, y + 1.1 + slot, f"slot {slot + 1}")
+            for column, step in enumerate(served.steps):
+                here = [entry.request_id for entry in step.batch if slots[entry.request_id] == slot]
+                label, role = (str(here[0]), role_of(step, here[0])) if here else ("", "wasted")
+                diagram.cell(2.8 + column, y + 0.6 + slot, label, role)
+        y += 5.5
+    roles = {"prompt": "prefill", "generated": "decode", "end": "last token", "wasted": "idle"}
+    diagram.legend(roles, 0.2, 11.0, step=4.2, size=0.55, fontsize=TYPE_SIZE)
 
 
 def thrash_grid(figure: Figure, scheme: Scheme) -> None:

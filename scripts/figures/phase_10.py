@@ -1,4 +1,4 @@
-"""The figures of phase 10: two threads, admission, latencies against the rate, what a step costs, an event's bytes.
+"""The figures of phase 10: two threads, admission, a client that leaves, latencies, costs, an event's bytes.
 
 The event's bytes are those that `sse_event` writes. Latencies and costs are drawn from
 benchmarks/results/serving_http.json and serving_overhead.json; the rest is drawn by hand.
@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator
 
-from minicache.palette import INK, Scheme, color
+from minicache.palette import GRID, INK, Scheme, color
 from minicache.serving.http.streaming import sse_event
 from scripts.figures.style import TYPE_SIZE, Diagram, draw
 
@@ -26,7 +26,9 @@ SMALL = TYPE_SIZE * 0.85
 def main() -> None:
     """Draw them all."""
     draw("phase-10-two-threads", two_threads, size=(7.2, 3.6))
+    draw("phase-10-who-calls", who_calls, size=(6.2, 3.3))
     draw("phase-10-line", line, size=(7.2, 3.48))
+    draw("phase-10-disconnect", disconnect, size=(6.2, 3.9))
     draw("phase-10-latency-rate", latency_against_rate, size=(7.2, 3.6))
     draw("phase-10-overhead", overhead, size=(7.2, 3.0))
     draw("phase-10-sse-bytes", event_bytes, size=(7.2, 3.6))
@@ -78,6 +80,36 @@ def two_threads(figure: Figure, scheme: Scheme) -> None:
     diagram.legend(roles, 0.4, 11.1, step=5.9, size=0.6)
 
 
+def who_calls(figure: Figure, scheme: Scheme) -> None:
+    """The functions of `AsyncEngine` in the event loop and in the thread, and the two ways across."""
+    diagram = Diagram(figure, scheme, width=24, height=12.8)
+    high, inner, outer = 1.5, 9.8, 16.0
+    diagram.text(0.3, 0.6, "in the event loop", bold=True)
+    diagram.text(outer, 0.6, "in the thread", bold=True)
+    for ends in ((0.3, 1.5), (3.2, 6.4), (7.5, 9.9), (11.0, 12.5)):  # with room for what crosses
+        diagram.axes.plot([12.9, 12.9], ends, color=GRID[scheme], linewidth=2.5)
+    rows = {"prompt": 1.6, "shared": 5.4, "end": 8.9}
+    diagram.cell(0.3, rows["prompt"], "add_request, leave", "prompt", width=7.2, height=high)
+    diagram.arrow((7.6, rows["prompt"] + high / 2), (10.5, rows["prompt"] + high / 2))
+    diagram.cell(10.6, rows["prompt"], "commands", "prompt", width=4.6, height=high)
+    diagram.arrow((15.3, rows["prompt"] + high / 2), (outer - 0.1, rows["prompt"] + high / 2))
+    diagram.cell(outer, rows["prompt"], "run: commands, step", "generated", width=7.7, height=high)
+    for role, thread, loop, into in (("shared", "deliver", "dispatch", "put"), ("end", "fail_step", "fail", "fail")):
+        middle = rows[role] + high / 2
+        diagram.cell(outer, rows[role], thread, role, width=4.2, height=high)
+        diagram.arrow((outer - 0.1, middle), (inner + 0.1, middle))
+        diagram.cell(inner - 4.0, rows[role], loop, role, width=4.0, height=high)
+        diagram.text(12.9, middle + 0.8, "call_in_loop", align="center")
+        diagram.arrow((inner - 4.1, middle), (3.4, middle), into)
+    diagram.arrow((17.6, rows["prompt"] + high + 0.1), (17.6, rows["shared"] - 0.1))
+    diagram.text(18.0, 4.2, "chunks")
+    diagram.arrow((22.0, rows["prompt"] + high + 0.1), (20.3, rows["end"] - 0.1))
+    diagram.text(23.8, 7.7, "an error", align="right")
+    diagram.cell(0.3, rows["shared"], "stream", None, width=3.0, height=rows["end"] - rows["shared"] + high)
+    diagram.arrow((1.8, rows["end"] + high + 0.1), (1.8, 11.7))
+    diagram.text(0.3, 12.2, "a client reads: take")
+
+
 # --- theory 2: admission ----------------------------------------------------------------------------------------------
 
 
@@ -117,6 +149,40 @@ def _turned_away(diagram: Diagram, y: float, wall: float, name: str, words: str)
     diagram.cell(wall + 1.7, y, name, "end", width=1.9, height=1.7)
     diagram.arrow((wall + 1.6, y + 0.85), (wall + 0.2, y + 0.85))
     diagram.text(wall + 4.0, y + 0.85, words, bold=True)
+
+
+# --- theory 3: who leaves ---------------------------------------------------------------------------------------------
+
+
+def disconnect(figure: Figure, scheme: Scheme) -> None:
+    """A client closes: the listening task, the working task, and the engine's thread, one after the other."""
+    diagram = Diagram(figure, scheme, width=24, height=15.1)
+    left, high = 4.6, 1.5
+    rows = {"client": 0.5, "task that\nlistens": 3.5, "task that\nworks": 6.5, "engine's\nthread": 10.3}
+    for name, y in rows.items():
+        diagram.text(0.2, y + high / 2, name, bold=True)
+    client, listens, works, thread = rows.values()
+    diagram.cell(left, client, "reads five tokens", "shared", width=6.4, height=high)
+    diagram.cell(11.1, client, "closes", "end", width=2.8, height=high)
+    diagram.cell(left, listens, "waits in receive()", None, width=7.5, height=high)
+    diagram.cell(12.2, listens, "http.disconnect", "end", width=6.2, height=high)
+    diagram.cell(left, works, "waits for the next token", None, width=9.9, height=high)
+    diagram.cell(14.6, works, "CancelledError, close()", "end", width=9.0, height=high)
+    diagram.text(23.6, works + high + 0.6, "admission slots are free", align="right")
+    for x, width, role, words in (
+        (left, 5.2, "generated", "step"),
+        (9.9, 5.2, "generated", "step"),
+        (15.2, 2.8, "end", "abort"),
+        (18.1, 5.5, "generated", "step"),
+    ):
+        diagram.cell(x, thread, words, role, width=width, height=high)
+    diagram.text(23.6, thread + high + 0.6, "blocks and batch slot are free", align="right")
+    diagram.arrow((12.5, client + high + 0.1), (13.4, listens - 0.1))
+    diagram.arrow((15.6, listens + high + 0.1), (16.4, works - 0.1))
+    diagram.arrow((15.0, works + high + 0.1), (15.7, thread - 0.1))
+    diagram.text(14.8, 9.1, "a command", align="right")
+    diagram.arrow((left, 13.6), (23.6, 13.6))
+    diagram.text(23.6, 14.3, "time", align="right")
 
 
 # --- theory 5: what to measure ----------------------------------------------------------------------------------------

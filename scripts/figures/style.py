@@ -200,7 +200,14 @@ class Diagram:
         self.text((x0 + x1) / 2, y + 0.42, label, align="center")
 
     def legend(
-        self, roles: Sequence[str] | Mapping[str, str], x: float, y: float, *, step: float = 4.0, size: float = 0.5
+        self,
+        roles: Sequence[str] | Mapping[str, str],
+        x: float,
+        y: float,
+        *,
+        step: float = 4.0,
+        size: float = 0.5,
+        fontsize: float = TYPE_SIZE * 0.9,
     ) -> None:
         """A swatch and its meaning for each role, side by side from (x, y), `step` units apart.
 
@@ -210,12 +217,13 @@ class Diagram:
             y: top of the swatches.
             step: from one swatch to the next.
             size: of a swatch.
+            fontsize: of the meanings, in points.
         """
         for index, role in enumerate(roles):
             left = x + index * step
             meaning = roles[role] if isinstance(roles, Mapping) else PALETTE[role].meaning
             self.cell(left, y, "", role, width=size, height=size)
-            self.text(left + 1.3 * size, y + size / 2, meaning, fontsize=TYPE_SIZE * 0.9)
+            self.text(left + 1.3 * size, y + size / 2, meaning, fontsize=fontsize)
 
     def _colors(self, role: str) -> tuple[str, str]:
         """Face and text colour of a role."""

@@ -524,7 +524,7 @@ def budgets() -> list[Table]:
     scheduler = chunked(max_num_batched_tokens=10)
     follow(scheduler, a, most=1)
     return [
-        (page, "| step | 0 | 1 | 2 | left", rows),
+        (page, "| step | request 0 | request 1", rows),
         (page, "| step | A | B | C", [each.of(*"ABC") for each in follow(scheduler, b, c, most=6)]),
     ]
 

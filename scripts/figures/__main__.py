@@ -44,7 +44,7 @@ def main() -> None:
         for notebook in (ROOT / "notebooks").glob("*.ipynb"):
             for name, picture in notebook_pages.render(notebook).items():
                 if name.endswith(".svg"):
-                    labels.in_svg(str(picture))
+                    labels.in_svg(picture)
         labels.update()
     console.print(f"{len(list(FIGURES.glob('*.light.svg')))} figures in {FIGURES.relative_to(ROOT)}")
 

@@ -233,7 +233,7 @@ OPENER = {
     },
     "es": {
         "open": "Abrir en el navegador",
-        "missing": "No se ha podido cargar el laboratorio: recarga la página.",
+        "missing": "No se ha podido cargar el lab: recarga la página.",
         "here": 'Edita y corrige aquí {tasks}, <a href="{about}">sin instalar nada</a>.',
         "one": 'Para {tasks} no basta con Python: <a href="{setup}">instala</a> lo que falta y escribe {commands}.',
         "several": 'Para {tasks} no basta con Python: <a href="{setup}">instala</a> lo que falta y escribe {commands}.',
@@ -271,7 +271,7 @@ def lab_opener(tasks: list[Task], here: str, lang: str) -> str:
             f"<span>{told}</span></div>"
         )
     if others:
-        commands = ", ".join(f"<code>minicache grade {task.phase} --task {task.number}</code>" for task in others)
+        commands = ", ".join(f"<code>minicache grade {task.id}</code>" for task in others)
         text = words["several" if len(others) > 1 else "one"]
         setup = get_relative_url(_page("setup", lang), here)
         told = text.format(tasks=_listed(others, words), setup=setup, commands=commands)

@@ -20,36 +20,32 @@ import { say } from "./say.js";
  *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1, and the first
  */
 export function createEditor(parent, { text, label, onChange = () => {}, onRun = () => {} }) {
-  const view = new EditorView({
-    parent,
-    state: EditorState.create({
-      doc: text,
-      extensions: [
-        lineNumbers(),
-        history(),
-        drawSelection(),
-        highlightActiveLine(),
-        bracketMatching(),
-        indentOnInput(),
-        indentUnit.of("    "),
-        lintGutter(),
-        python(),
-        EditorView.lineWrapping,
-        syntaxHighlighting(classHighlighter),
-        keymap.of([{ key: "Mod-Enter", run: () => (onRun(), true) }, ...defaultKeymap, ...historyKeymap, indentWithTab]),
-        EditorState.phrases.of({ "Selection deleted": say("Selection deleted") }),
-        EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
-        EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),
-      ],
-    }),
-  });
+  const extensions = [
+    lineNumbers(),
+    history(),
+    drawSelection(),
+    highlightActiveLine(),
+    bracketMatching(),
+    indentOnInput(),
+    indentUnit.of("    "),
+    lintGutter(),
+    python(),
+    EditorView.lineWrapping,
+    syntaxHighlighting(classHighlighter),
+    keymap.of([{ key: "Mod-Enter", run: () => (onRun(), true) }, ...defaultKeymap, ...historyKeymap, indentWithTab]),
+    EditorState.phrases.of({ "Selection deleted": say("Selection deleted") }),
+    EditorView.contentAttributes.of({ "aria-label": label, tabindex: "0" }),
+    EditorView.updateListener.of((update) => update.docChanged && onChange(update.state.doc.toString())),
+  ];
+  const stateOf = (doc) => EditorState.create({ doc, extensions });
+  const view = new EditorView({ parent, state: stateOf(text) });
   const lineAt = (line) => view.state.doc.line(Math.min(Math.max(line, 1), view.state.doc.lines));
   return {
     get text() {
       return view.state.doc.toString();
     },
     set text(text) {
-      view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
+      view.setState(stateOf(text)); // with a history of its own: undo does not bring another file's text
     },
     focus: () => view.focus(),
     mark(problems) {

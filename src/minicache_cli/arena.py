@@ -196,7 +196,7 @@ def _no_longer_than(seconds: float) -> Iterator[Callable[[], object]]:
     Yields:
         What begins the time anew.
     """
-    from minicache_course.arena.loop import POLICY_FILE, PolicyRefusedError
+    from minicache_course.arena.loop import POLICY_FILE, PolicyRefusedError, PolicyStopped
 
     if not seconds or not hasattr(signal, "setitimer"):
         yield lambda: None
@@ -208,7 +208,7 @@ def _no_longer_than(seconds: float) -> Iterator[Callable[[], object]]:
         line = frame.f_lineno if frame is not None else None
         where = _("line {line}: ").format(line=line) if line else ""
         what = _("a call has not returned after {seconds} s of computing").format(seconds=f"{seconds:g}")
-        raise PolicyRefusedError("endless", where + what, line)
+        raise PolicyStopped(PolicyRefusedError("endless", where + what, line))
 
     def again() -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1)  # each second more, in case the policy goes on

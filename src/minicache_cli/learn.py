@@ -38,6 +38,7 @@ app = typer.Typer(cls=Group, pretty_exceptions_show_locals=False)
 console = Console()
 
 PhaseName = Annotated[str, typer.Argument(metavar="N", help="The phase: 1, 01 or dense-cache.")]
+PhaseOrTask = Annotated[str, typer.Argument(metavar="N|N.K", help="A phase, such as 1, or a task, such as 1.3.")]
 Seed = Annotated[int | None, typer.Option(min=0, help="Seed for other random test cases.")]
 Timeout = Annotated[
     float, typer.Option(min=1, help="Seconds of computing or sleeping until a test counts as an endless loop.")
@@ -80,17 +81,17 @@ def status(
 
 @app.command()
 def grade(
-    phase: PhaseName,
-    task: Annotated[int | None, typer.Option(help="Grade this task only.")] = None,
+    wanted: PhaseOrTask,
     junit: Annotated[Path | None, typer.Option(help="Write JUnit XML here.")] = None,
     gradescope: Annotated[Path | None, typer.Option(help="Write Gradescope's results.json here.")] = None,
     labs: Annotated[Path | None, typer.Option(help="Grade the files in this folder instead of labs/.")] = None,
     timeout: Timeout = TIMEOUT,
     seed: Seed = None,
 ) -> None:
-    """Grade your files of a phase. The exit status is 1 if anything did not pass."""
+    """Grade your files of a phase, or a task of it. The exit status is 1 if anything did not pass."""
     workspace = course_meant(labs)
-    result = _grade(workspace, workspace.course.phase(phase), task, timeout, save=labs is None, seed=seed)
+    phase, task = _phase_and_task(workspace, wanted)
+    result = _grade(workspace, phase, task.number if task else None, timeout, save=labs is None, seed=seed)
     if junit:
         report.write_junit(result, junit)
     if gradescope:
@@ -122,8 +123,7 @@ def hint(
 
 @app.command()
 def compare(
-    phase: PhaseName,
-    task: Annotated[int | None, typer.Option(help="Compare this task only.")] = None,
+    wanted: PhaseOrTask,
     html: Annotated[Path | None, typer.Option(help="Write a page here, and print nothing.")] = None,
 ) -> None:
     """Show your functions next to the reference's, for tasks that have passed."""
@@ -132,9 +132,8 @@ def compare(
     from minicache_course import compare as comparing
 
     workspace = find_workspace()
-    found, saved = workspace.course.phase(phase), _load(workspace)
-    tasks = [found.task(task)] if task else list(found.tasks)
-    passed = [each for each in tasks if saved.earned(each) == each.points]
+    (found, task), saved = _phase_and_task(workspace, wanted), _load(workspace)
+    passed = [each for each in ([task] if task else found.tasks) if saved.earned(each) == each.points]
     if not passed:
         message = _("no task to compare has passed yet: {command}")
         raise CourseError(message.format(command=f"minicache grade {found.number}"))
@@ -323,6 +322,12 @@ def _state(saved: Saved, phase: Phase, task: Task, file: Path) -> str:
     outcome = saved.tasks[task.id].outcome
     style = report.STYLES[outcome]
     return f"[{style}]{translated(outcome)}[/]" + (_(", edited since") if saved.is_stale(task, file) else "")
+
+
+def _phase_and_task(workspace: Workspace, name: str) -> tuple[Phase, Task | None]:
+    """The phase that is asked for, by itself or by one of its tasks."""
+    task = _find_task(workspace, name) if "." in name else None
+    return workspace.course.phase(task.phase if task else name), task
 
 
 def _find_task(workspace: Workspace, name: str) -> Task:

@@ -80,7 +80,7 @@ def print_way_on(result: PhaseResult, course: Course, console: Console) -> None:
         return
     if len(result.tasks) < len(phase.tasks):
         later = next((task for task in phase.tasks if task.number > result.tasks[-1].task.number), None)
-        command = f"minicache grade {phase.number}" + (f" --task {later.number}" if later else "")
+        command = f"minicache grade {later.id if later else phase.number}"
         if later:
             name = _("task {id}, {title}").format(id=later.id, title=translated(later.title))
             then = _("{read}, then {command}")

@@ -131,7 +131,9 @@ def where(
         innermost first, and the line of the test. Nothing if no thread was in the learner's files.
     """
     theirs = {str(file) for file in files}
-    for samples in stacks.values():
+    for samples in reversed(
+        list(stacks.values())
+    ):  # the main thread is written last; others may wait for it, as they should
         inside = [stack for stack in samples if any(file in theirs for file, _, _ in stack)]
         if not inside:  # now or when it was asked before: a loop of the test's may call them again and again
             continue

@@ -141,9 +141,6 @@ class Course:
             by_number = wanted.isdecimal() and int(wanted) == phase.number
             if by_number or wanted in (phase.slug, phase.folder):
                 return phase
-        number, _, task = wanted.partition(".")
-        if number.isdecimal() and task.isdecimal():
-            raise CourseError(f"{wanted} is a task, not a phase: minicache grade {number} --task {task}")
         there = ", ".join(f"{phase.number} ({phase.slug})" for phase in self.phases)
         raise CourseError(f"no phase {wanted!r}: there are {there}")
 

@@ -39,6 +39,7 @@ WRITTEN = {
     "eval": ("name", 1, "eval('1')\n"),
     "getattr": ("name", 2, "def create(arena):\n    return getattr(arena, 'now')\n"),
     "__import__": ("name", 1, "__import__('time')\n"),
+    "catching what stops it": ("name", 3, "try:\n    pass\nexcept:\n    pass\n"),
     "id": ("name", 1, "print_me = id(3)\n"),
     "a closure": ("attribute", 2, "def create(arena):\n    return arena.now.__closure__\n"),
     "a frame": ("attribute", 1, "f = (x for x in ()).gi_frame\n"),

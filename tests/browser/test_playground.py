@@ -8,8 +8,8 @@ import pytest
 from scripts.browser.playground.edited import source_of
 from scripts.browser.playground.frames import Frames
 from scripts.browser.playground.run import run
-from scripts.browser.playground.schedulers import SCHEDULERS
-from scripts.browser.playground.site import catalogue, recording
+from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS
+from scripts.browser.playground.site import ROOT, catalogue, files, recording
 from scripts.browser.playground.workloads import WORKLOADS, Settings
 
 from minicache.palette import PALETTE
@@ -22,6 +22,9 @@ from minicache.verifier.cases import cases
 from minicache.verifier.explore import explore
 from minicache.verifier.link import fragment, read, written
 from minicache.verifier.world import Action
+from minicache_course.starters import starter
+from minicache_course.table import load_course
+from minicache_course.workspace import TABLE
 
 FAIR = SCHEDULERS["fair"].module
 
@@ -257,6 +260,43 @@ def test_the_auditor_complains_and_the_run_goes_on() -> None:
     frames, result = played("six", "fair", sources=leaking)
     assert result["audit"].startswith("step 0, blocks:")
     assert frames[-1]["finished"] == 6
+
+
+# --- a learner's files ----------------------------------------------------------------------------------------------
+
+BASE, PAGED = f"{PACKAGE}.base", f"{PACKAGE}.paged"
+FILES = {BASE: source_of(BASE), PAGED: source_of(PAGED)}
+
+
+def test_files_of_several_phases_run_together() -> None:
+    assert played("burst", "fair", sources=FILES) == played("burst", "fair")
+
+
+@pytest.mark.parametrize("module", list(FILES))
+def test_an_error_is_told_with_its_file_and_line(module: str) -> None:
+    """Of the starters, which raise what is to be written, the first line that a run comes to."""
+    phase = next(each for each in load_course(ROOT / TABLE) if module in each.files)
+    text = starter(phase, module)
+    error = played("six", "paged", sources=FILES | {module: text})[1]["error"]
+    assert (error["kind"], error["module"]) == ("NotImplementedError", module)
+    assert "raise NotImplementedError" in text.splitlines()[error["line"] - 1]
+
+
+def test_a_file_that_cannot_be_imported_or_lacks_its_class_is_named() -> None:
+    broken = FILES | {PAGED: "from minicache.errors import Nothing\n"}
+    error = played("six", "paged", sources=broken)[1]["error"]
+    assert (error["kind"], error["module"], error["line"]) == ("ImportError", PAGED, 1)
+    error = played("six", "paged", sources=FILES | {PAGED: "x = 1\n"})[1]["error"]
+    assert (error["kind"], error["module"], error["line"]) == ("ImportError", PAGED, None)
+    assert error["message"].endswith("from 'minicache.scheduler.paged' (paged.py)")
+
+
+def test_a_stage_is_built_from_its_own_file_and_those_that_it_extends() -> None:
+    built = catalogue()["schedulers"]
+    assert built["fair"]["built_from"] == [f"{PACKAGE}.{name}" for name in ("fair", "paged", "base", "queue")]
+    assert built["thrash"]["built_from"] == []
+    assert {module for each in built.values() for module in each["built_from"]} == files().keys()
+    assert all((ROOT / path).is_file() for path in files().values())
 
 
 # --- what the site has of it ----------------------------------------------------------------------------------------

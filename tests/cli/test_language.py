@@ -77,7 +77,7 @@ def labs(tmp_path: Path) -> Path:
 
 
 def test_a_failure(labs: Path) -> None:
-    told = run("--lang", "es", "grade", "0", "--task", "2", "--labs", str(labs), status=1)
+    told = run("--lang", "es", "grade", "0.2", "--labs", str(labs), status=1)
     for text in (
         "Fase 0, Aritmética de la decodificación.",
         "verifica ",
@@ -211,7 +211,7 @@ def test_the_f_strings_of_a_marked_module_are_said(tmp_path: Path) -> None:
     ("arguments", "told"),
     [
         (["hint"], "Falta N.K."),
-        (["grade", "--tsk", "1"], "No existe la opción --tsk. ¿Querías decir --task?"),
+        (["grade", "--labz", "1"], "No existe la opción --labz. ¿Querías decir --labs?"),
         (["grade", "1", "2"], "Esto sobra: 2"),
         (["simulate", "--rate"], "--rate necesita un valor."),
         (["grad"], "No hay ningún comando 'grad'. ¿Querías decir 'grade'?"),

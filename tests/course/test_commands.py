@@ -81,7 +81,7 @@ def test_from_the_first_look_to_all_points(toys: Toys) -> None:
 def test_one_task_is_graded_and_the_others_are_remembered(toys: Toys) -> None:
     run("grade", "0")
     toys.write(color="broken\n", nbytes=NBYTES)
-    assert "70 of 70 points Next: the whole phase: `minicache grade 0`" in run("grade", "0", "--task", "2")
+    assert "70 of 70 points Next: the whole phase: `minicache grade 0`" in run("grade", "0.2")
     status = run("status")
     assert "100/100" in status
     assert "passed, edited since" in status
@@ -182,7 +182,7 @@ def test_status_says_what_to_do_about_a_file_that_is_not_there(toys: Toys) -> No
     [
         (("grade", "9"), "no phase '9': there are 0 (toys), 1 (later)"),
         (("grade", "later"), "phase 1 (later) is planned"),
-        (("grade", "0", "--task", "5"), "phase 0 has no task 5: there are 1, 2"),
+        (("grade", "0.5"), "phase 0 has no task 5: there are 1, 2"),
         (("hint", "0"), "'0' is no task: expected phase and task, such as 1.3"),
         (("hint", "1.1"), "phase 1 (later) is planned: it has no tasks yet"),
         (

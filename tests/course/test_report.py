@@ -84,7 +84,7 @@ def test_all_points_lead_on(toys: Toys, result: PhaseResult) -> None:
     one, two = toys.phase.tasks
     both = tuple(TaskResult(task, (TestResult("a", "A.", Outcome.PASSED),)) for task in (one, two))
     assert way_on(result) == ""
-    assert "Next: task 0.2, Bytes. Read docs/en/toys.md, then `minicache grade 0 --task 2`" in way_on(
+    assert "Next: task 0.2, Bytes. Read docs/en/toys.md, then `minicache grade 0.2`" in way_on(
         replace(result, tasks=both[:1])
     )
     blocks = replace(toys.phase, number=1, title="Blocks", slug="blocks", page="docs/en/phase-01-blocks/index.md")

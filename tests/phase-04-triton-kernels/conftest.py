@@ -99,7 +99,7 @@ def _watching(forbid: Mapping[str, Forbidden], given: Mapping[str, Any], kernel:
     def cast(self: Any, given: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         if given.type.scalar.is_int() and dtype.scalar.is_fp8():
             raise AssertionError(
-                "an integer is converted to fp8, which a GPU's compiler refuses: is it other=0 in a load?"
+                "an integer is converted to fp8, which a GPU's compiler refuses: other=0 in a load? a cast to int8?"
             )
         return convert(self, given, dtype, *args, **kwargs)
 

@@ -108,10 +108,11 @@ def test_each_row_has_its_own_scale(device, quantizes, num_kv_heads, head_dim, b
     quantizes(*random_rows(5, num_kv_heads, head_dim), storage, slots)
 
 
-def test_halves_go_to_the_even_integer(device, quantizes):
-    """With 127 in the row the scale is 1: 0.5, 1.5, 2.5, … are ties and become 0, 2, 2, …; −2.51 becomes −3."""
+@pytest.mark.parametrize("scale", [pytest.param(s, id=f"scale {s}") for s in (1, 7)])
+def test_halves_go_to_the_even_integer(device, quantizes, scale):
+    """0.5, 1.5, 2.5, … scales become 0, 2, 2, …, and −2.51 becomes −3. 45.5 / 7 is 6.5, 45.5 · (1 / 7) more."""
     halves = torch.arange(-126.5, 127, 1.0)
-    row = torch.cat([halves, torch.tensor([127.0, 0.49, -2.51])]).expand(1, 1, -1)
+    row = scale * torch.cat([halves, torch.tensor([127.0, 0.49, -2.51])]).expand(1, 1, -1)
     quantizes(row, -row, empty(device, 1, 4, 1, row.shape[2], INT8), [2])
 
 

@@ -16,12 +16,6 @@ from minicache_course.follow import following, following_schedulers
 from minicache_course.language import said
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-08-prefix-sharing" in str(item.path):
-            item.add_marker(pytest.mark.timeout(10))
-
-
 @pytest.fixture(autouse=True)
 def _scenario():
     """A failure shows the pool, the schedulers and requests, or the search, and the calls so far."""

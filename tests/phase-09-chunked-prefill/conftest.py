@@ -15,12 +15,6 @@ from minicache_course.checks import CheckFailed, call, that
 from minicache_course.follow import following, following_schedulers
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-09-chunked-prefill" in str(item.path):
-            item.add_marker(pytest.mark.timeout(10))
-
-
 @pytest.fixture(autouse=True)
 def _scenario():
     """A failure shows the schedulers and requests, and the calls so far."""

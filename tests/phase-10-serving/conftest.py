@@ -37,12 +37,6 @@ MAX_SET_WAITS = 1000  # in one iteration of the event loop
 NUM_TURNS = 20  # of the event loop: in so many, all that can happen without a clock and another thread has happened
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-10-serving" in str(item.path):
-            item.add_marker(pytest.mark.timeout(30))
-
-
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()

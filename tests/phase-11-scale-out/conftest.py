@@ -14,12 +14,6 @@ from minicache.fleet.views import ReplicaView, RoutedRequest
 from minicache_course.follow import following
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-11-scale-out" in str(item.path):
-            item.add_marker(pytest.mark.timeout(10))
-
-
 @pytest.fixture(autouse=True)
 def _scenario():
     """A failure tells the router or the membership, and what has been done so far."""

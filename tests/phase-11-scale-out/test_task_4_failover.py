@@ -16,8 +16,6 @@ from minicache_course.checks import CheckFailed, call, that
 from minicache_course.follow import following
 from minicache_course.seeds import fresh, one_of
 
-pytestmark = pytest.mark.timeout(10)
-
 PROMPT = (7, 8, one_of(9, range(10, 60)))
 STOP = 99
 

@@ -24,8 +24,6 @@ from minicache_course.follow import following
 from minicache_course.language import joined
 from minicache_course.seeds import fresh, one_of
 
-pytestmark = pytest.mark.timeout(10)
-
 STOP = 2
 X = one_of(5, range(10, 60))
 

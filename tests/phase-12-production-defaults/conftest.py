@@ -17,12 +17,6 @@ from minicache_course.incidents.async_broken import StalePlaceholderScheduler
 from minicache_course.seeds import fresh
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if "phase-12-production-defaults" in str(item.path) and not item.get_closest_marker("timeout"):
-            item.add_marker(pytest.mark.timeout(10))
-
-
 class HoldingScheduler(FetchingScheduler):
     """Right: holds back all blocks of a request that leaves, while any step that computes it is outstanding."""
 

@@ -26,8 +26,6 @@ from minicache_course.templates import load
 
 child = load(Path(__file__).with_name("child.py"))
 
-pytestmark = pytest.mark.timeout(60)  # other processes are waited for, and perhaps a disk
-
 MOST = 100_000
 
 

@@ -100,8 +100,8 @@ class Chromium:
             self._read(0.05)
 
     def press(self, key: str, *, shift: bool = False, control: bool = False) -> None:
-        """Press a key that writes nothing: "Tab", "Escape", "Enter", or "a" with control."""
-        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "a": 65}
+        """Press a key that writes nothing: "Tab", "Escape", "Enter", or "a" or "z" with control."""
+        codes = {"Tab": 9, "Enter": 13, "Escape": 27, "a": 65, "z": 90}
         text = {"Enter": "\r"}.get(key, "")
         modifiers = 2 * control + 8 * shift
         about: dict[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key], "modifiers": modifiers}

@@ -146,6 +146,21 @@ def test_mistakes_are_told_as_on_the_command_line(lab: Lab, server: PytestServer
             lab.browser.wait_for("document.querySelectorAll('.cm-lint-marker-error').length === 1", 5)
 
 
+def test_undo_does_not_bring_the_text_of_another_file(lab: Lab) -> None:
+    lab.open(STAGES)
+    static, continuous = (BASE.replace("base.py", name) for name in ("static.py", "continuous.py"))
+    lab.write("x = 1")
+    assert lab.stored(static) == "x = 1"
+    lab.click(continuous)
+    lab.browser.evaluate("document.querySelector('.cm-content').focus()")
+    lab.browser.press("z", control=True)
+    assert lab.stored(continuous) is None
+    lab.browser.type("y")
+    lab.browser.press("z", control=True)
+    assert lab.stored(continuous) is None
+    assert lab.stored(static) == "x = 1"
+
+
 def test_a_task_stands_on_the_files_of_the_tasks_before_it(lab: Lab) -> None:
     lab.open(STAGES)
     static = reference_file("minicache.scheduler.static").read_text(encoding="utf-8")

@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from tests.site.chromium import Chromium
 
+from minicache_course.workspace import reference_file
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # the site may have to be built first
 
 AXE = Path(__file__).with_name("axe") / "axe.min.js"
@@ -21,6 +23,9 @@ FOLLOW = """new Promise((done) => {  // hashchange comes later, and not for the 
     addEventListener("hashchange", () => done(), { once: true });
     location.hash = %s;
 })"""
+FAIR = "labs/phase-07-fairness/scheduler/fair.py"
+KEY = "return request.priority, request.arrival_time"
+SHORTEST_FIRST = KEY.replace("priority", "max_tokens")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -75,6 +80,34 @@ class Playground:
         self.click("run")
         self.wait_until_ready()
         self.click("end")
+
+    def changed(self) -> list[bool]:
+        return [not self.js(f"return pg('pane-{pane}').querySelector('.pg-changed').hidden") for pane in "ab"]
+
+    def offered(self) -> list[str]:
+        """The schedulers of the reader's own files."""
+        names = self.js("return [...pg('scheduler-a').querySelectorAll('optgroup option')].map(({ value }) => value)")
+        return list(names)
+
+    def keep(self, path: str, text: str | None) -> None:
+        """What the lab of a handout's page does with a learner's file."""
+        change = (
+            f"removeItem('minicache/{path}')" if text is None else f"setItem('minicache/{path}', {json.dumps(text)})"
+        )
+        self.js(f"localStorage.{change}")
+
+    def kept(self, path: str) -> str:
+        return str(self.js(f"return localStorage.getItem('minicache/{path}')"))
+
+    def choose(self, name: str, text: str) -> None:
+        """Open a file of the disk."""
+        file = f"new File([{json.dumps(text)}], '{name}')"
+        self.js(f"""
+            const chosen = new DataTransfer();
+            chosen.items.add({file});
+            pg('upload').files = chosen.files;
+            pg('upload').dispatchEvent(new Event('change'));
+        """)
 
     def pictures(self) -> list[str]:
         return [str(self.js(f"return pg('canvas-{pane}').toDataURL()")) for pane in "ab"]
@@ -229,12 +262,12 @@ def test_changed_code_runs_and_errors_are_shown_at_their_line(page: Playground) 
     assert "fair (phase 7), step 0 of 0 to 10. computes A prefill" in page.text("summary")
     line = page.edit("return request.max_tokens,", "return request.max_tokns,")
     page.run()
-    assert f"AttributeError: 'Request' object has no attribute 'max_tokns' Line {line}" in page.text("told-a")
+    assert f"AttributeError: 'Request' object has no attribute 'max_tokns' fair.py, line {line}" in page.text("told-a")
     assert page.text("told-b") == ""
     page.wait("pg('editor').querySelector('.cm-lint-marker-error') !== null")
     assert page.edit("return request.max_tokns,", "return request.,") == line
     page.run()
-    assert f"SyntaxError: invalid syntax Line {line}" in page.text("told-a")
+    assert f"SyntaxError: invalid syntax fair.py, line {line}" in page.text("told-a")
     page.click("undo")
     page.edit(
         "        return request.priority, request",
@@ -246,6 +279,77 @@ def test_changed_code_runs_and_errors_are_shown_at_their_line(page: Playground) 
     page.click("undo")
     page.run()
     assert page.text("output") == ""
+
+
+def test_changed_code_is_there_after_a_reload_until_it_is_taken_back(page: Playground) -> None:
+    page.follow("workload=six&a=fair&b=fair&step=0")
+    page.edit(KEY, SHORTEST_FIRST)
+    page.open("workload=six&a=fair&b=fair&step=0")
+    assert "fair (phase 7), changed, step 0 of 0 to 11. computes D prefill" in page.text("summary")
+    assert page.changed() == [True, False]
+    page.edit(SHORTEST_FIRST, SHORTEST_FIRST)
+    page.click("undo")
+    page.open("workload=six&a=fair&b=fair&step=0")
+    assert page.changed() == [False, False]
+    assert page.text("summary").count("computes A prefill") == 2
+
+
+def test_the_files_of_the_labs_are_offered_and_run(page: Playground) -> None:
+    page.open()
+    assert page.offered() == []
+    own = reference_file("minicache.scheduler.fair").read_text(encoding="utf-8").replace(KEY, SHORTEST_FIRST)
+    page.keep(FAIR, own)
+    page.open("workload=six&a=fair&b=fair&step=0")
+    assert [name for name in page.offered() if "prefix" not in name] == ["my-fair", "my-chunked"]
+    page.js("pg('scheduler-a').value = 'my-fair'; pg('scheduler-a').dispatchEvent(new Event('change'))")
+    page.wait_until_ready()
+    assert "fair (phase 7), yours, step 0 of 0 to 11. computes D prefill" in page.text("summary")
+    assert "fair (phase 7), step 0 of 0 to 10. computes A prefill" in page.text("summary")
+    assert page.link() == "workload=six&a=my-fair&b=fair&step=0"
+    page.open(page.link())
+    line = page.edit("return request.max_tokens,", "return request.max_tokns,")
+    assert page.text("file") == FAIR
+    assert page.kept(FAIR) == own.replace("max_tokens,", "max_tokns,")
+    page.run()
+    assert page.text("told-a").startswith(
+        f"AttributeError: 'Request' object has no attribute 'max_tokns' fair.py, line {line}"
+    )
+    assert page.text("told-b") == ""
+    page.keep(FAIR, None)
+    page.open(page.link())
+    assert page.text("told-a").startswith("This browser has no scheduler file of yours")
+    assert page.text("summary").count("fair (phase 7), step") == 2
+
+
+def test_a_file_of_ones_own_is_opened_and_kept(page: Playground) -> None:
+    page.open("workload=six&a=static&b=continuous&step=0")
+    page.choose("mine.py", "")
+    assert page.text("status").startswith("mine.py is none of the course's scheduler files: base.py, static.py, ")
+    page.choose("fair.py", "def broken(:\n")
+    page.wait("pg('told-a').textContent !== ''")
+    page.wait_until_ready()
+    assert page.text("told-a").startswith("SyntaxError: invalid syntax fair.py, line 1")
+    assert page.link() == "workload=six&a=my-fair&b=continuous&step=0"
+    page.js("pg('told-a').querySelector('button').click()")
+    page.wait("pg('editor').querySelector('.cm-lint-marker-error') !== null")
+    page.js("window.confirm = (question) => { window.asked = question; return false; }")
+    page.choose("fair.py", "x = 1\n")
+    page.browser.wait_for("window.asked !== undefined")
+    assert page.browser.evaluate("window.asked") == f"Replace {FAIR}, which this browser keeps?"
+    assert page.kept(FAIR) == "def broken(:\n"
+    page.js("window.confirm = () => true")
+    page.choose("fair.py", "x = 1\n")
+    page.wait("pg('told-a').textContent.startsWith('ImportError')")
+    assert page.text("told-a").endswith("(fair.py) fair.py does not define it.")
+    page.keep(FAIR, None)
+    base = reference_file("minicache.scheduler.base").read_text(encoding="utf-8")
+    page.open("workload=six&a=continuous&b=none")
+    page.choose("base.py", base)
+    page.wait("pg('scheduler-a').value === 'my-continuous'")
+    page.wait_until_ready()
+    assert page.number("step") == "10 of 0–10"
+    page.keep("labs/phase-05-continuous-batching/scheduler/base.py", None)
+    page.open()
 
 
 def test_an_endless_loop_is_stopped_and_the_next_run_works(page: Playground) -> None:

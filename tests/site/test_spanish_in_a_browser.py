@@ -55,6 +55,16 @@ def test_the_playground(browser: Chromium, address: str) -> None:
     assert "admitidas: D" in summary
 
 
+def test_an_error_in_a_file_of_ones_own(browser: Chromium, address: str) -> None:
+    visit(browser, f"{address}es/")
+    browser.evaluate("localStorage.setItem('minicache/labs/phase-07-fairness/scheduler/fair.py', 'x = 1\\ny = 1 / 0')")
+    visit(browser, f"{address}es/playground/#workload=six&a=my-fair&b=none")
+    browser.wait_for(READY, 150)
+    assert texts(browser, "[data-pg=told-a] p") == ["ZeroDivisionError: division by zero fair.py, línea 2"]
+    assert texts(browser, "[data-pg=scheduler-a] optgroup option")[0] == "justo (fase 7), el tuyo"
+    browser.evaluate("localStorage.clear()")
+
+
 @pytest.mark.parametrize(("page", "number"), [("playground/", "17,000"), ("es/playground/", "17\u202f000")])
 def test_large_numbers_are_written_as_on_the_page(browser: Chromium, address: str, page: str, number: str) -> None:
     visit(browser, f"{address}{page}#workload=thrash&a=thrash&b=none")

@@ -1,71 +1,86 @@
-// The code of a pane's scheduler in an editor, and the changes that were made to it.
+// The code of a pane's scheduler in an editor, and what the reader writes there: changes, or files of the learner's.
 
 import { say } from "../browser/say.js";
+import * as store from "../browser/store.js";
 import { sourceOf } from "./runs.js";
 
+/** Whose code it is: the learner's own, in the files of the labs; changes of the package's are a pane's. */
+export const OWN = "own";
+
 export class Code {
-  #edits = new Map(); // "pane module" → the changed code
   #originals = new Map(); // module → its code
+  #files; // module → path of the learner's file
   #editor = null;
-  #open = ""; // the key of what the editor has
+  #open = { whose: "", module: "" }; // what the editor has
   #onChange;
 
   /**
    * @param {HTMLElement} parent where the editor goes
+   * @param {object} files module → path of the learner's file
    * @param {() => void} onChange the code has been changed by the reader
    */
-  constructor(parent, onChange) {
+  constructor(parent, files, onChange) {
     this.parent = parent;
+    this.#files = files;
     this.#onChange = onChange;
   }
 
-  /** What a run of the pane needs: module → changed code; empty if nothing is changed. */
-  sources(pane, module) {
-    const edit = this.#edits.get(`${pane} ${module}`);
-    return edit === undefined ? {} : { [module]: edit };
+  /** Where the browser keeps it, also when the page is closed. */
+  #key(whose, module) {
+    return whose === OWN ? this.#files[module] : `playground/${whose}/${module}`;
   }
 
-  isChanged(pane, module) {
-    return this.#edits.has(`${pane} ${module}`);
+  /** What a run needs of these modules: module → the code that is not the package's. */
+  sources(whose, modules) {
+    const kept = modules.map((module) => [module, store.read(this.#key(whose, module))]);
+    return Object.fromEntries(kept.filter(([, text]) => text !== null));
   }
 
-  /** Show the code of a pane's module. Loads the editor, and Python, when it is called first. */
-  async show(pane, module, onLoading) {
-    if (!this.#originals.has(module)) this.#originals.set(module, await sourceOf(module, onLoading));
+  /** Whether there are changes to take back. */
+  isChanged(whose, module) {
+    return whose !== OWN && store.read(this.#key(whose, module)) !== null;
+  }
+
+  /** Show a module. Loads the editor, and Python for code of the package, when it is called first. */
+  async show(whose, module, onLoading) {
+    if (whose !== OWN && !this.#originals.has(module)) this.#originals.set(module, await sourceOf(module, onLoading));
     if (!this.#editor) {
       const { createEditor } = await import("../browser/editor.js");
       const onChange = (text) => this.#changed(text);
       this.#editor = createEditor(this.parent, { text: "", label: say("The scheduler's code"), onChange });
     }
-    const key = `${pane} ${module}`;
-    if (this.#open === key) return;
-    this.#open = ""; // what is set by us is no change of the reader's
-    this.#editor.text = this.#edits.get(key) ?? this.#originals.get(module);
+    const text = store.read(this.#key(whose, module)) ?? this.#originals.get(module);
+    if (this.#has(whose, module) && this.#editor.text === text) return;
+    this.#open = { whose: "", module: "" }; // what is set by us is no change of the reader's
+    this.#editor.text = text;
     this.#editor.mark([]);
-    this.#open = key;
+    this.#open = { whose, module };
+  }
+
+  #has(whose, module) {
+    return this.#open.whose === whose && this.#open.module === module;
   }
 
   #changed(text) {
-    if (!this.#open) return;
-    const module = this.#open.split(" ")[1];
-    if (text === this.#originals.get(module)) this.#edits.delete(this.#open);
-    else this.#edits.set(this.#open, text);
+    const { whose, module } = this.#open;
+    if (!whose) return;
+    store.write(this.#key(whose, module), text === this.#originals.get(module) && whose !== OWN ? null : text);
     this.#onChange();
   }
 
   /** Take back all changes to a pane's module. */
-  reset(pane, module) {
-    this.#edits.delete(`${pane} ${module}`);
-    if (this.#open !== `${pane} ${module}`) return;
+  reset(whose, module) {
+    store.write(this.#key(whose, module), null);
+    if (!this.#has(whose, module)) return;
     this.#editor.text = this.#originals.get(module);
     this.#editor.mark([]);
   }
 
-  /** Show the error of a pane's run at its line, if its code is in the editor; null: it had none. */
-  mark(pane, module, error) {
-    if (this.#open !== `${pane} ${module}`) return;
-    const found = error?.line ? [{ line: error.line, message: `${error.kind}: ${error.message}` }] : [];
-    this.#editor.mark(found);
+  /** Show the error of a run at its line, if its code is in the editor; null: it had none. */
+  mark(whose, error) {
+    if (this.#open.whose !== whose) return;
+    const isHere = error?.line && error.module === this.#open.module;
+    this.#editor.mark(isHere ? [{ line: error.line, message: `${error.kind}: ${error.message}` }] : []);
   }
 
   goTo(line) {

@@ -7,12 +7,11 @@ stays what it is: two panes may run the same scheduler, one with changes and one
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import linecache
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -37,7 +36,11 @@ class SourceFinder(MetaPathFinder, Loader):
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The changed module, or None for Python to look further."""
-        return importlib.util.spec_from_loader(name, self) if name in self.sources else None
+        if name not in self.sources:
+            return None
+        spec = ModuleSpec(name, self, origin=file_of(name))
+        spec.has_location = True  # messages say the file
+        return spec
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the changed code; tracebacks show its lines."""
@@ -83,13 +86,21 @@ def _taken_out() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def line_of(error: BaseException, module: str) -> int | None:
-    """The deepest line of a changed module that `error` passed through; None if it passed through none."""
-    file = file_of(module)
-    if isinstance(error, SyntaxError) and error.filename == file:
-        return error.lineno
-    lines = [lineno for frame, lineno in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    return lines[-1] if lines else None
+def place_of(error: BaseException, modules: Iterable[str]) -> tuple[str, int | None] | None:
+    """The deepest place in changed modules that `error` passed through: module and line; None if there is none.
+
+    A module that lacks what another one imports from it is a place without a line.
+    """
+    changed = {file_of(module): module for module in modules}
+    if isinstance(error, SyntaxError) and error.filename in changed:
+        return changed[error.filename], error.lineno
+    places = [(frame.f_code.co_filename, lineno) for frame, lineno in traceback.walk_tb(error.__traceback__)]
+    for file, lineno in reversed(places):
+        if file in changed:
+            return changed[file], lineno
+    if isinstance(error, ImportError) and error.name and file_of(error.name) in changed:
+        return error.name, None
+    return None
 
 
 def source_of(module: str) -> str:

@@ -3,9 +3,10 @@
 import { say } from "../browser/say.js";
 import { Canvas } from "./canvas.js";
 import { Clock, Player } from "./clock.js";
-import { Code } from "./code.js";
+import { Code, OWN } from "./code.js";
 import { colours, onSchemeChange } from "./colours.js";
-import { tellProblems } from "./problems.js";
+import { addOwn, openOwn, ownFor, ownModules } from "./own.js";
+import { problem, tellProblems } from "./problems.js";
 import { Recording } from "./recording.js";
 import { isStarted, run, stop } from "./runs.js";
 import { NONE, SLIDERS, fromLink, sameRun, toLink } from "./settings.js";
@@ -24,16 +25,19 @@ const read = async (name) => (await fetch(new URL(name, import.meta.url))).json(
 const [catalogue, first] = await Promise.all([read("catalogue.json"), read("first.json")]);
 const choices = [catalogue.workloads, catalogue.schedulers].flatMap(Object.values);
 for (const choice of choices) choice.title = say(choice.title);
+addOwn(catalogue);
 const panes = ["a", "b"].map((name) => ({
   name,
   element: get(`pane-${name}`),
   select: get(`scheduler-${name}`),
+  own: Object.assign(document.createElement("optgroup"), { label: say("Your scheduler") }),
   canvas: new Canvas(get(`canvas-${name}`)),
   numbers: get(`numbers-${name}`),
   told: get(`told-${name}`),
   recording: null,
   result: null,
   drawn: null, // the recording that the canvas shows
+  looked: null, // the module of the learner's that the reader asked for
 }));
 const clock = new Clock();
 const player = new Player(clock, {
@@ -42,7 +46,7 @@ const player = new Player(clock, {
   onEnd: () => settle(),
   isGrowing: () => running,
 });
-const code = new Code(get("editor"), () => markChanged());
+const code = new Code(get("editor"), catalogue.files, () => markChanged());
 
 let state = fromLink(location.hash, catalogue);
 let tick = -1; // where the clock stands
@@ -66,16 +70,29 @@ function fillIn() {
   }
   for (const [name, { title }] of Object.entries(catalogue.workloads)) get("workload").add(new Option(title, name));
   for (const { select, name } of panes) {
-    for (const [value, { title }] of Object.entries(catalogue.schedulers)) select.add(new Option(title, value));
+    for (const [value, { title, stage }] of Object.entries(catalogue.schedulers)) if (!stage) select.add(new Option(title, value));
     if (name === "b") select.add(new Option(say("no second scheduler"), NONE));
   }
   for (const [name, { values }] of Object.entries(SLIDERS)) get(name).max = values.length - 1;
   get("speed").max = SPEEDS.length - 1;
 }
 
+/** Offer the schedulers of the learner's files: none where there are no files, unless a link asks for one. */
+function offerOwn() {
+  for (const [index, { select, own }] of panes.entries()) {
+    const offered = Object.entries(catalogue.schedulers).filter(
+      ([name, scheduler]) => ownModules(scheduler, catalogue).length || (scheduler.stage && name === state.schedulers[index]),
+    );
+    own.replaceChildren(...offered.map(([name, { title }]) => new Option(title, name)));
+    if (offered.length) select.insertBefore(own, select.querySelector(`[value="${NONE}"]`));
+    else own.remove();
+  }
+}
+
 /** Set every control to what `state` says. */
 function setControls() {
   get("workload").value = state.workload;
+  offerOwn();
   panes.forEach(({ select }, index) => (select.value = state.schedulers[index]));
   for (const [name, { values, told = String }] of Object.entries(SLIDERS)) {
     get(name).value = values.indexOf(state.settings[name]);
@@ -105,11 +122,21 @@ function setSpeed() {
   if (player.playing) player.restart(tick);
 }
 
-const module = (pane) => catalogue.schedulers[state.schedulers[panes.indexOf(pane)]]?.module;
+const scheduler = (pane) => catalogue.schedulers[state.schedulers[panes.indexOf(pane)]];
+/** The learner's modules that a pane's scheduler has; none: it is the reference. */
+const own = (pane) => ownModules(scheduler(pane), catalogue);
+const whose = (pane) => (own(pane).length ? OWN : pane.name);
+/** The module of a pane that the editor shows. */
+const module = (pane) => {
+  const modules = own(pane);
+  return modules.includes(pane.looked) ? pane.looked : (modules[0] ?? scheduler(pane).module);
+};
+const sources = (pane) => code.sources(whose(pane), own(pane).length ? own(pane) : [scheduler(pane).module]);
 const paneOf = (name) => panes.find((pane) => pane.name === name);
 const title = (pane) => {
-  const scheduler = catalogue.schedulers[state.schedulers[panes.indexOf(pane)]].title;
-  return code.isChanged(pane.name, module(pane)) ? say("{scheduler}, changed", { scheduler }) : scheduler;
+  const { stage, title: words } = scheduler(pane);
+  if (stage && !own(pane).length) return catalogue.schedulers[stage].title;
+  return code.isChanged(whose(pane), module(pane)) ? say("{scheduler}, changed", { scheduler: words }) : words;
 };
 const shownPanes = () => panes.filter((pane) => pane.recording);
 const unit = () => catalogue.workloads[state.workload].unit;
@@ -203,8 +230,8 @@ async function start({ play, at = null }) {
   setButtons();
   if (!isStarted()) setStatus(say("Loading Python…"));
   const asked = shownPanes().map((pane) => ({
-    scheduler: state.schedulers[panes.indexOf(pane)],
-    sources: code.sources(pane.name, module(pane)),
+    scheduler: scheduler(pane).stage ?? state.schedulers[panes.indexOf(pane)],
+    sources: sources(pane),
   }));
   let isDone = false;
   let patience = 0;
@@ -249,7 +276,7 @@ function receive({ pane: number, frames, result }, play) {
   if (result) {
     pane.result = result;
     tell(pane);
-    code.mark(pane.name, module(pane), result.error);
+    if (get("code-of").value === pane.name) code.mark(whose(pane), result.error);
   }
   clock.update(shownPanes().map((each) => each.recording));
   const isLast = number === shownPanes().length - 1;
@@ -260,7 +287,12 @@ function receive({ pane: number, frames, result }, play) {
   }
 }
 
-const tell = (pane) => tellProblems(pane.told, pane.result, (line) => openCode(pane.name, line));
+function tell(pane) {
+  tellProblems(pane.told, pane.result, ({ module: at, line }) => openCode(pane.name, line, at));
+  if (scheduler(pane)?.stage && !own(pane).length) {
+    pane.told.prepend(problem(say("This browser has no scheduler file of yours: this is the reference.")));
+  }
+}
 
 function setStatus(words, isProblem = false) {
   get("status").textContent = words;
@@ -269,28 +301,30 @@ function setStatus(words, isProblem = false) {
 
 // --- code -----------------------------------------------------------------------------------------------------------
 
-async function openCode(name = get("code-of").value, line = null) {
+async function openCode(name = get("code-of").value, line = null, at = null) {
   get("code").open = true;
   get("code-of").value = name;
   const pane = paneOf(name);
+  pane.looked = at ?? pane.looked;
   try {
-    await code.show(name, module(pane), setStatus);
+    await code.show(whose(pane), module(pane), setStatus);
     if (!running) setStatus("");
   } catch (error) {
     return setStatus(say("The code could not be loaded: {message}", error), true);
   }
-  code.mark(name, module(pane), pane.result?.error);
+  code.mark(whose(pane), pane.result?.error);
   markChanged();
   if (line) code.goTo(line);
 }
 
 function markChanged() {
   const pane = paneOf(get("code-of").value);
-  get("file").textContent = `src/${module(pane).replaceAll(".", "/")}.py`;
-  get("undo").disabled = !code.isChanged(pane.name, module(pane));
-  for (const { element, name, select } of panes) {
-    const isChanged = select.value !== NONE && code.isChanged(name, module(paneOf(name)));
-    element.querySelector(".pg-changed").hidden = !isChanged;
+  const inPackage = `src/${module(pane).replaceAll(".", "/")}.py`;
+  get("file").textContent = whose(pane) === OWN ? catalogue.files[module(pane)] : inPackage;
+  get("undo").disabled = !code.isChanged(whose(pane), module(pane));
+  for (const each of panes) {
+    const isChanged = scheduler(each) && code.isChanged(whose(each), module(each));
+    each.element.querySelector(".pg-changed").hidden = !isChanged;
   }
 }
 
@@ -308,6 +342,20 @@ function change(next, at = null) {
     isChanging = false;
     start({ play: false, at });
   }, 200); // a slider on its way says a lot
+}
+
+/** Take files from the reader's disk, and run them in the first pane. */
+async function openFiles() {
+  const chosen = [...get("upload").files];
+  get("upload").value = "";
+  try {
+    const opened = await openOwn(chosen, catalogue);
+    if (!opened) return;
+    panes[0].looked = opened;
+    change({ schedulers: [ownFor(opened, state.schedulers, catalogue), state.schedulers[1]] });
+  } catch (error) {
+    setStatus(error.message, true);
+  }
 }
 
 function listen() {
@@ -333,13 +381,15 @@ function listen() {
     setSpeed();
   });
   get("save").addEventListener("click", savePicture);
+  get("open").addEventListener("click", () => get("upload").click());
+  get("upload").addEventListener("change", openFiles);
   get("copy").addEventListener("click", copyLink);
   get("code").addEventListener("toggle", () => get("code").open && openCode());
   get("code-of").addEventListener("change", () => openCode());
   get("run-code").addEventListener("click", () => start({ play: true }));
   get("undo").addEventListener("click", () => {
     const pane = paneOf(get("code-of").value);
-    code.reset(pane.name, module(pane));
+    code.reset(whose(pane), module(pane));
     markChanged();
   });
   root.addEventListener("keydown", press);
@@ -410,7 +460,8 @@ setSpeed();
 listen();
 markChanged();
 const recorded = { workload: first.workload, schedulers: first.panes.map((pane) => pane.scheduler), settings: first.settings };
-if (sameRun(state, recorded)) {
+const isReference = panes.every((pane) => !scheduler(pane) || !Object.keys(sources(pane)).length);
+if (isReference && sameRun(state, recorded)) {
   panes.forEach((pane, index) => {
     prepare(pane);
     pane.recording.add(first.panes[index].frames);

@@ -5,33 +5,37 @@ import { say } from "../browser/say.js";
 /**
  * @param {HTMLElement} parent where it is said, in place of what was
  * @param {{refused, refusal, audit, error} | null} result how the run ended (run.py); null: it has not
- * @param {(line: number) => void} openLine shows a line of the changed code
+ * @param {(error: {module, line}) => void} openPlace shows the line of the error
  */
-export function tellProblems(parent, result, openLine) {
+export function tellProblems(parent, result, openPlace) {
   const { refused, refusal, audit, error } = result ?? {};
   const more = refused > 1 ? ` ${say("(and {count} more like it)", { count: refused - 1 })}` : "";
   parent.replaceChildren();
   if (refused) parent.append(problem(`RequestTooLargeError: ${refusal}${more}`));
   if (error) parent.append(problem(`${error.kind}: ${error.message}`));
   if (error?.line) {
-    parent.lastChild.append(" ", lineButton(error.line, openLine));
+    parent.lastChild.append(" ", placeButton(error, openPlace));
     parent.append(traceback(error.traceback));
   }
+  if (error?.module && !error.line) parent.lastChild.append(" ", say("{file} does not define it.", { file: fileOf(error) }));
   if (audit) parent.append(problem(say("The auditor of phase 6: {complaint}", { complaint: audit })));
 }
 
-function problem(words) {
+/** A paragraph that says what is wrong. */
+export function problem(words) {
   const paragraph = document.createElement("p");
   paragraph.className = "problem";
   paragraph.textContent = words;
   return paragraph;
 }
 
-function lineButton(line, openLine) {
+const fileOf = ({ module }) => `${module.split(".").at(-1)}.py`;
+
+function placeButton(error, openPlace) {
   const button = document.createElement("button");
   button.type = "button";
-  button.textContent = say("Line {line}", { line });
-  button.onclick = () => openLine(line);
+  button.textContent = say("{file}, line {line}", { file: fileOf(error), line: error.line });
+  button.onclick = () => openPlace(error);
   return button;
 }
 

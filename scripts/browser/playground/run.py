@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from minicache.errors import InvariantError
@@ -15,7 +15,7 @@ from minicache.simulator.serving import ServingSimulation
 from minicache.verifier.explore import small_bound
 from minicache.verifier.link import read
 from minicache.verifier.world import World
-from scripts.browser.playground.edited import file_of, importing, line_of
+from scripts.browser.playground.edited import file_of, importing, place_of
 from scripts.browser.playground.frames import Frame, Frames
 from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS
 from scripts.browser.playground.workloads import EXAMPLE, REPLAY, WORKLOADS, Settings
@@ -28,7 +28,8 @@ FRAMES_AT_ONCE: Final = 200
 
 Result = dict[str, Any]
 """How a run ended: `refused`, how many requests; `refusal`, the message of the first; `audit`, the first rule that a
-changed scheduler broke; `error`: its `kind`, `message`, `line` in the changed module, `traceback`. None without."""
+changed scheduler broke; `error`: its `kind`, `message`, `module` and `line` in changed code, `traceback`. None
+without."""
 
 
 def play(asked: Mapping[str, Any], post: Callable[[Any], object]) -> None:
@@ -76,13 +77,12 @@ def run(
     if workload == REPLAY:
         return _replay(actions or EXAMPLE, scheduler, settings, sink, sources or {})
     choice, chosen, frames = SCHEDULERS[scheduler], WORKLOADS[workload], Frames()
-    module = choice.module if sources else ""
     try:
         with importing(sources or {}) as imported:
             created = choice.create(settings, imported)
             listeners = [Listener(imported(f"{PACKAGE}.audit_sharing").SharingAuditor())] if sources else []
     except Exception as error:
-        return Result(refused=0, refusal=None, audit=None, error=explained(error, module))
+        return Result(refused=0, refusal=None, audit=None, error=explained(error, sources or ()))
     simulation = ServingSimulation(
         created,
         chosen.cost,
@@ -94,7 +94,7 @@ def run(
     try:
         _serve(simulation)
     except Exception as error:
-        failed = explained(error, module)
+        failed = explained(error, sources or ())
     report = simulation.report()
     complaint = next((listener.complaint for listener in listeners), None)
     return Result(refused=report.num_refused, refusal=report.refusal, audit=complaint, error=failed)
@@ -105,7 +105,6 @@ def _replay(
 ) -> Result:
     """Do what a link says, action by action. Each step is a frame, one that fails or is not computed too."""
     choice, frames = SCHEDULERS[scheduler], Frames()
-    module = choice.module if sources else ""
     listeners: list[Listener] = []
     recorder = Recorder(lambda step: sink(frames.frame(step) | {"ttft": None, "tpot": None}))
     failed = None
@@ -122,7 +121,7 @@ def _replay(
                     world.do(action, shapes)
                 _end(world.scheduler, recorder)
     except Exception as error:
-        failed = explained(error, module)
+        failed = explained(error, sources)
     complaint = next((listener.complaint for listener in listeners), None)
     return Result(refused=0, refusal=None, audit=complaint, error=failed)
 
@@ -140,16 +139,18 @@ def _serve(simulation: ServingSimulation) -> None:
     raise InvariantError(f"not done after {MOST_STEPS:,} steps: the run was stopped")
 
 
-def explained(error: Exception, module: str) -> dict[str, Any]:
-    """What a page shows of an error: its class and message, the line of the changed module, and the traceback."""
-    told = traceback.TracebackException.from_exception(error)
-    within = [index for index, frame in enumerate(told.stack) if frame.filename == file_of(module)]
-    if module:  # how the playground came there helps no one
+def explained(error: Exception, changed: Iterable[str]) -> dict[str, Any]:
+    """What a page shows of an error: its class and message, its place in the changed modules, and the traceback."""
+    told, files = traceback.TracebackException.from_exception(error), set(map(file_of, changed))
+    within = [index for index, frame in enumerate(told.stack) if frame.filename in files]
+    if files:  # how the playground came there helps no one
         told.stack = traceback.StackSummary.from_list(told.stack[within[0] :] if within else [])
+    module, line = place_of(error, changed) or (None, None)
     return {
         "kind": type(error).__name__,
         "message": error.msg if isinstance(error, SyntaxError) else str(error),
-        "line": line_of(error, module) if module else None,
+        "module": module,
+        "line": line,
         "traceback": "".join(told.format()),
     }
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from minicache.palette import INK, PALETTE, Scheme
+from minicache_course.table import load_course
+from minicache_course.workspace import TABLE
 from scripts.browser.build import archive
 from scripts.browser.playground.frames import Frame
 from scripts.browser.playground.run import run
-from scripts.browser.playground.schedulers import SCHEDULERS
+from scripts.browser.playground.schedulers import PACKAGE, SCHEDULERS, Choice
 from scripts.browser.playground.workloads import IN_STEPS, WORKLOADS
 
 HERE: Final = Path(__file__).resolve().parent
@@ -52,9 +55,33 @@ def catalogue() -> dict[str, Any]:
             }
             for name, each in WORKLOADS.items()
         },
-        "schedulers": {name: {"title": each.title, "module": each.module} for name, each in SCHEDULERS.items()},
+        "schedulers": {
+            name: {"title": each.title, "module": each.module, "built_from": built_from(each)}
+            for name, each in SCHEDULERS.items()
+        },
+        "files": files(),
         "palettes": {"light": _palette("light"), "dark": _palette("dark")},
     }
+
+
+def files() -> dict[str, str]:
+    """Module → the learner's file from the root of a course, of all that the schedulers are built from."""
+    modules = {module for choice in SCHEDULERS.values() for module in built_from(choice)}
+    written = (
+        (module, f"labs/{phase.folder}/{file}")
+        for phase in load_course(ROOT / TABLE)
+        for module, file in phase.files.items()
+    )
+    return {module: path for module, path in written if module in modules}
+
+
+def built_from(choice: Choice) -> list[str]:
+    """The modules of a stage that a learner writes: its own one, those that it extends, and the queue."""
+    if not choice.stage:
+        return []
+    stage = type(choice.create(WORKLOADS[FIRST].settings, import_module))
+    extended = [each.__module__ for each in stage.__mro__ if each.__module__.startswith(f"{PACKAGE}.")]
+    return list(dict.fromkeys([choice.module, *extended, f"{PACKAGE}.queue"]))
 
 
 def _palette(scheme: Scheme) -> dict[str, str]:

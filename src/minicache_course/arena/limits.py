@@ -16,7 +16,7 @@ from importlib import import_module
 from types import FunctionType, ModuleType
 from typing import Any, Final
 
-from minicache_course.arena.loop import POLICY_FILE, Policy, PolicyRefusedError, refused_for
+from minicache_course.arena.loop import POLICY_FILE, Policy, PolicyRefusedError, PolicyStopped, refused_for
 from minicache_course.language import said
 
 MODULES: Final = frozenset({
@@ -138,6 +138,8 @@ def check(tree: ast.Module) -> None:
             node.id.startswith("__") or (node.id not in bound and node.id not in BUILTINS)
         ):
             _refuse("name", node.lineno, node.id)
+        elif isinstance(node, ast.ExceptHandler) and node.type is None:
+            _refuse("name", node.lineno, "except:")  # would catch what stops it
         if isinstance(node, ast.expr) and _module(node, modules) and id(node) not in bases:
             _refuse("import", node.lineno, ast.unparse(node))  # a module is used as `module.name` only
 
@@ -232,6 +234,8 @@ def unchanged() -> Iterator[None]:
         yield
     except PolicyRefusedError as error:
         refused = error
+    except PolicyStopped as stopped:
+        refused = stopped.refused
     finally:
         for name, table, was in tables:
             if table != was:

@@ -66,6 +66,18 @@ class PolicyRefusedError(CourseError):
         return PolicyRefusedError(self.rule, said("{load}: {message}", load=load, message=self.message), self.line)
 
 
+class PolicyStopped(BaseException):
+    """What is raised in a policy to stop it. No `Exception`: a policy that catches those would go on.
+
+    Attributes:
+        refused: what the policy is refused for.
+    """
+
+    def __init__(self, refused: PolicyRefusedError) -> None:
+        super().__init__(refused)
+        self.refused = refused
+
+
 class Outcome(NamedTuple):
     """What a request's client saw.
 

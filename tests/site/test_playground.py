@@ -282,6 +282,7 @@ def test_changed_code_runs_and_errors_are_shown_at_their_line(page: Playground) 
     page.click("undo")
     page.run()
     assert page.text("output") == ""
+    assert not page.js("return pg('output').checkVisibility()")
 
 
 def test_changed_code_is_there_after_a_reload_until_it_is_taken_back(page: Playground) -> None:

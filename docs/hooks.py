@@ -58,11 +58,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     colab = str(ROOT / "notebooks" / "colab" / "gpu.ipynb")
     files.append(File.generated(config, "phase-04-triton-kernels/colab-gpu.ipynb", abs_src_path=colab))
     for notebook in sorted((ROOT / "notebooks").glob("*.ipynb")):
-        page = f"{notebook.stem}/notebook.md"
-        is_there = files.get_file_from_path(page) is not None  # then it has the words, and on_page_read_source the rest
-        if is_there or config.theme["language"] == "en":
-            for name, content in rendered(notebook).items():
-                if not (is_there and name == "notebook.md"):
+        spanish = files.get_file_from_path(f"{notebook.stem}/notebook.md")  # the rest: on_page_read_source
+        if spanish or config.theme["language"] == "en":
+            for name, content in rendered(notebook, spanish.content_string if spanish else None).items():
+                if not (spanish and name == "notebook.md"):
                     files.append(File.generated(config, f"{notebook.stem}/{name}", content=content))
     return files
 
@@ -78,7 +77,10 @@ def _is_shown(path: Path, lang: str) -> bool:
 @cache
 def rendered(notebook: Path, spanish: str | None = None) -> dict[str, str | bytes]:
     """A notebook's page and pictures, and the notebook itself to download."""
-    return {**notebook_pages.render(notebook, spanish), notebook.name: notebook.read_bytes()}
+    try:
+        return {**notebook_pages.render(notebook, spanish), notebook.name: notebook.read_bytes()}
+    except notebook_pages.NotebookError as error:
+        raise PluginError(f"{notebook.name}: {error}") from None
 
 
 def palette_css() -> str:
@@ -160,7 +162,7 @@ def on_page_read_source(page: Page, config: MkDocsConfig) -> str | None:
         else:
             english = (DOCS / "en" / name).read_text(encoding="utf-8")
         return translation.prepare(name, content, english, _markdown(config), is_stale=is_stale)
-    except (translation.TranslationError, notebook_pages.NotebookError) as error:
+    except translation.TranslationError as error:
         raise PluginError(f"docs/es/{name}: {error}") from None
 
 

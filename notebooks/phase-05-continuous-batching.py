@@ -79,7 +79,7 @@ for stage, line in shares.items():
         num_steps[stage, count] = tally.num_steps
         line.append(100 * sum(tally.batch_sizes) / (count * tally.num_steps))
 look = {"roles": ("wasted", "generated"), "ylim": (0, 105)}
-nb.lines(slots, shares, "slots", "% of the slots used", doubling=True, **look)
+nb.lines(slots, shares, "slots", "% of the batch slots used", doubling=True, **look)
 for count in (8, 32, 64):
     static, continuous = (num_steps[stage, count] for stage in shares)
     print(f"{count} slots: {static:,} and {continuous:,} steps")
@@ -275,7 +275,7 @@ sampler = TokenSampler(SamplingParams(temperature=1.0, top_p=0.8, seed=0))
 probabilities = sampler.probabilities(logits)
 drawn = Counter(sampler.draw(logits) for _ in range(5_000))
 bars = {
-    "drawn": [100 * drawn[int(token)] / 5_000 for token in order[:8]],
+    "share drawn": [100 * drawn[int(token)] / 5_000 for token in order[:8]],
     "probability": (100 * probabilities[order[:8]]).tolist(),
 }
 nb.groups(words[:8], bars, "%")

@@ -37,7 +37,7 @@ def itl_around(scheduler, late=3.0):
 seconds, itl = {}, {}
 for name, kind, budget in (
     ("whole", FairScheduler, 16_384),
-    ("chunks", ChunkedPrefillScheduler, 512),
+    ("in chunks", ChunkedPrefillScheduler, 512),
 ):
     seconds[name], itl[name] = itl_around(kind(num_blocks=4096, max_num_batched_tokens=budget))
 look = {"roles": ("end", "generated"), "yscale": "log", "legend": "the prompt", "joined": False}
@@ -161,7 +161,7 @@ whole = served(16_640, kind=FairScheduler)
 left, right = nb.panels(1, 2)
 for ax, what, scale, label in (
     (left, "tpot", 1e3, "time per token, p99, ms"),
-    (right, "ttft", 1, "time to first token, p99, s"),
+    (right, "ttft", 1, "TTFT, p99, s"),
 ):
     chunks = [scale * getattr(report, what).p99 for report in reports]
     curves = {"in chunks": chunks, "whole": [scale * getattr(whole, what).p99] * len(BUDGETS)}

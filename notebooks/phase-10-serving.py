@@ -400,7 +400,7 @@ if real_model is not None:
 # Choose limits for the queue and a load. **Write down for the shortest and the longest how many of the requests are
 # refused, and how long an admitted one waits for its first token**, then run the cell. Then try a load of 0.9.
 
-# %% alt="Two panels against the limit of the waiting queue. Refused requests fall slowly as the queue grows; the time to the first token of the admitted ones rises in proportion to the queue."
+# %% alt="Two panels against the limit of the waiting queue. Refused requests fall as the queue grows; the median time to the first token of the admitted ones rises with the queue. Their 99th percentile is high for the shortest queue too, with which few are admitted."
 YOUR_LIMITS = [1, 4, 16, 64]  # max_waiting
 YOUR_LOAD = 2.0  # times what the server can do
 YOUR_NUM_REQUESTS = 160
@@ -415,14 +415,14 @@ refused = {"": [report["num_refused"] for report in found]}
 waits = {p: [1e3 * report["ttft"][p] for report in found] for p in ("p50", "p99")}
 left, right = nb.panels(1, 2)
 look = {"doubling": True, "ylim": (0, None)}
-nb.lines(YOUR_LIMITS, refused, "max_waiting", "refused", roles=["end"], ax=left, **look)
+nb.lines(YOUR_LIMITS, refused, "max_waiting", "refusals", roles=["end"], ax=left, **look)
 nb.lines(YOUR_LIMITS, waits, "max_waiting", "TTFT of the others, ms", ax=right, **look)
 for limit, report in zip(YOUR_LIMITS, found):
     print(f"max_waiting {limit:3}: {report['requests_per_second']:.0f} answers a second")
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** The run is a burst, 160 requests within about two seconds. A longer queue admits more of it:
+# **What to look for.** The run is a burst, 160 requests within less than a second. A longer queue admits more of it:
 # fewer refusals, and a longer wait for every admitted request. If the same load lasted for an hour, the longest queue
 # would be full after seconds too. From then on it would refuse half of the requests, as with every other limit, and
 # only the longer wait would remain. A queue is there for bursts that end. What is the longest wait that your users

@@ -35,9 +35,9 @@ dealt = {
     "drawn at random": deal(lambda views: rng.randrange(len(views))),
     "the less busy of two": deal(lambda views: int(router.choose(ASKED, views))),
 }
-names = [f"{load} requests" for load in range(1 + max(map(max, dealt.values())))]
+names = [str(load) for load in range(1 + max(map(max, dealt.values())))]
 shown = {name: [counts[load] for load in range(len(names))] for name, counts in dealt.items()}
-nb.groups(names, shown, "replicas", roles=("wasted", "generated"))
+nb.groups(names, shown, "replicas, by their requests", roles=("wasted", "generated"))
 
 # %% [markdown]
 # **Question 1.** Four replicas have 0, 1, 2 and 3 unfinished requests. With what probability does the least busy one

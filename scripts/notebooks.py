@@ -32,6 +32,11 @@ from scripts.notebook_pages import NotebookError
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
+PICTURES = (
+    "--InlineBackend.figure_formats={'svg'}",
+    "--InlineBackend.print_figure_kwargs={'bbox_inches': 'tight', 'metadata': {'Date': None, 'Creator': None}}",
+)
+"""The kernel draws pictures as SVG, where text stays text: a page has their words in its language."""
 TIMEOUT = 1000
 """Seconds that one cell may take."""
 AT_ONCE = min(2, os.cpu_count() or 1)
@@ -93,8 +98,12 @@ def run(script: Path) -> NotebookNode:
     resources = {"metadata": {"path": str(ROOT)}}
     # What a kernel printed is one output, wherever it happened to be flushed.
     client = NotebookClient(notebook, timeout=TIMEOUT, record_timing=False, coalesce_streams=True, resources=resources)
+    client.extra_arguments = list(PICTURES)
     client.execute()
     notebook.metadata = metadata  # the kernel adds its Python version
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        if picture := output.get("data", {}).get("image/svg+xml"):
+            output.data["image/svg+xml"] = picture.replace(" \n", " ")  # a path on one line, and a small file
     return notebook
 
 

@@ -16,8 +16,9 @@ import { say } from "./say.js";
  * @param {HTMLElement} parent
  * @param {{text: string, label: string, onChange?: (text: string) => void, onRun?: () => void}} options `label`: what a
  *   screen reader says; `onRun`: Ctrl+Enter
- * @returns {{text: string, focus: () => void, mark: (problems: {line: number, message: string}[]) => void,
- *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1, and the first
+ * @returns {{text: string, replace: (text: string) => void, focus: () => void,
+ *   mark: (problems: {line: number, message: string}[]) => void, goTo: (line: number) => void}} `text` can be set;
+ *   `replace` sets it as an edit, which can be undone; `mark` shows problems at lines that count from 1, and the first
  */
 export function createEditor(parent, { text, label, onChange = () => {}, onRun = () => {} }) {
   const extensions = [
@@ -46,6 +47,9 @@ export function createEditor(parent, { text, label, onChange = () => {}, onRun =
     },
     set text(text) {
       view.setState(stateOf(text)); // with a history of its own: undo does not bring another file's text
+    },
+    replace(text) {
+      view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
     },
     focus: () => view.focus(),
     mark(problems) {

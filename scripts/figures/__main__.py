@@ -1,7 +1,7 @@
 """Draw every figure of the docs: `python -m scripts.figures [phase_00 …]`.
 
 Every module of this folder that has a `main()` is run. Redrawing an unchanged figure gives the same bytes. Drawing all
-of them brings the entries of `docs/es/figures.po` up to date.
+of them brings the entries of `docs/es/figures.po` up to date; those of the notebooks' plots are there too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ def painters(names: list[str]) -> dict[str, Callable[[], None]]:
 
 
 def main() -> None:
+    from scripts import notebook_pages
     from scripts.figures import labels
     from scripts.figures.style import FIGURES
 
@@ -40,6 +41,10 @@ def main() -> None:
         console.print(f"  {name}")
         paint()
     if not sys.argv[1:]:
+        for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+            for name, picture in notebook_pages.render(notebook).items():
+                if name.endswith(".svg"):
+                    labels.in_svg(picture)
         labels.update()
     console.print(f"{len(list(FIGURES.glob('*.light.svg')))} figures in {FIGURES.relative_to(ROOT)}")
 

@@ -1,20 +1,23 @@
-"""The words in figures, in Spanish: `docs/es/figures.po`, English to Spanish.
+"""The words in figures and in the plots of notebooks, in Spanish: `docs/es/figures.po`, English to Spanish.
 
-A number in a label is `{}` in the catalogue, so "7 blocks" and "12 blocks" are one entry. A label without an entry
-stays English. `python -m scripts.figures` adds what is new, untranslated, and removes what no figure has any longer.
+A number in a label is `{}` in the catalogue, so "7 blocks" and "12 blocks" are one entry. A figure's label without an
+entry stays English; a plot's is an error (`scripts/notebook_pages.py`). `python -m scripts.figures` adds what is new,
+untranslated, and removes what nothing has any longer.
 """
 
 from __future__ import annotations
 
 import re
 from functools import cache
+from html import escape, unescape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from babel.messages import pofile
 from babel.messages.catalog import Catalog
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.text import Text
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 CATALOGUE = Path(__file__).resolve().parents[2] / "docs" / "es" / "figures.po"
 
@@ -52,6 +55,9 @@ def spanish(label: str) -> str:
 
 def translate(figure: Figure) -> bool:
     """Put Spanish words into a figure; whether any changed."""
+    from matplotlib.axis import Axis  # which the pages of notebooks do not need
+    from matplotlib.text import Text
+
     figure.draw_without_rendering()  # ticks have labels once they are laid out
     ticks = set()
     has_changed = False
@@ -71,12 +77,23 @@ def translate(figure: Figure) -> bool:
 
 
 def in_svg(picture: str) -> str:
-    """An SVG with Spanish words."""
-    return _IN_SVG.sub(lambda words: spanish(words[0]), picture)
+    """An SVG with Spanish words and numbers."""
+
+    def translated(words: re.Match[str]) -> str:
+        return escape(_COMMA.sub("\N{NARROW NO-BREAK SPACE}", spanish(unescape(words[0]))), quote=False)
+
+    return _IN_SVG.sub(translated, picture)
+
+
+def missing_in(picture: str) -> list[str]:
+    """The entries that an SVG needs and the catalogue does not have."""
+    labels = filter(_WORDS.search, map(unescape, _IN_SVG.findall(picture)))
+    entries = dict.fromkeys(_NUMBER.sub("{}", label) for label in labels)
+    return [entry for entry in entries if entry not in catalogue() or not catalogue()[entry].string]
 
 
 def update() -> None:
-    """Make the catalogue have the entries that all figures, drawn just now, need."""
+    """Make the catalogue have the entries that all figures and plots, looked up just now, need."""
     old, new = catalogue(), Catalog(locale="es", fuzzy=False)
     for entry in sorted(seen):
         message = old.get(entry)

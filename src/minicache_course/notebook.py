@@ -60,6 +60,9 @@ def begin(phase: int, *, mine: bool = False) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     mpl.rcParams.update(STYLE | {"font.size": 10.5, "axes.titlesize": 10.5, "figure.dpi": 120})
     mpl.rcParams.update({"figure.constrained_layout.use": True, "axes.titlelocation": "left"})
+    # In an SVG, text stays text, in a font as wide as the first; drawn again, it is the same file.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "minicache"})
+    mpl.rcParams["font.sans-serif"] = ["DejaVu Sans", "Verdana"]
     print(f"Phase {phase}: {whose}")
 
 
@@ -406,7 +409,7 @@ def grid_of_steps(
     ax.grid(visible=False, axis="y")
     if legend:
         handles = [Patch(color=color(role), label=state) for role, state in STATES.items()]
-        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=1.0, borderpad=0)
+        ax.legend(handles=handles, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), columnspacing=2.0, borderpad=0)
 
 
 def rows_touched(lines_of_rows: Sequence[Collection[int]], num_rows: int, block_size: int, ylabel: str) -> None:
@@ -438,7 +441,7 @@ def _look(part: str) -> dict[str, Any]:
 
 def _legend_above(ax: Axes) -> None:
     """A legend of one line over the axes."""
-    ax.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=1.0, handlelength=1.4)
+    ax.legend(ncols=5, loc="lower center", bbox_to_anchor=(0.5, 1.0), columnspacing=2.0, handlelength=1.4)
 
 
 def _plain_numbers(ax: Axes) -> None:

@@ -129,7 +129,7 @@ def test_keys_as_a_model_makes_them(device, stores):
 
 
 def test_no_tokens(device, stores):
-    """N = 0: nothing is launched, since an empty grid is an error on a GPU, and nothing changes."""
+    """N = 0: nothing is launched, since CUDA refuses an empty grid, and nothing changes."""
     slots = torch.zeros(0, dtype=torch.int64, device=device)
     stores(*rows(device, 0, 2, 16), *empty(device, 3, 4, 2, 16), [], slots)
 

@@ -35,7 +35,7 @@ def test_no_context(batch, decode):
 
 
 def test_no_sequence(batch, launches_nothing):
-    """An empty batch: an empty output, and nothing is launched, since an empty grid is an error on a GPU."""
+    """An empty batch: an empty output, and nothing is launched, since CUDA refuses an empty grid."""
     from minicache.kernels import decode
 
     launches_nothing(decode.paged_decode_attention, batch([9], 1, 16, 8))

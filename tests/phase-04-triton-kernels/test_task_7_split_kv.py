@@ -124,7 +124,7 @@ def test_tables_cut_from_wider_ones(batch, decode):
 
 
 def test_no_sequence(batch, launches_nothing):
-    """An empty batch: an empty output, and nothing is launched, since an empty grid is an error on a GPU."""
+    """An empty batch: an empty output, and nothing is launched, since CUDA refuses an empty grid."""
     from minicache.kernels import split_kv
 
     launches_nothing(split_kv.paged_decode_attention, batch([9], 1, 16, 8), num_splits=2)

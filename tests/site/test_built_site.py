@@ -190,6 +190,14 @@ def test_notebooks_are_rendered_and_small(site) -> None:
         assert downloaded["nbformat"] == 4
 
 
+def test_every_plot_of_a_spanish_notebook_has_words_of_its_own(site) -> None:
+    plots = [target(page, tag["src"]) for page in site.spanish for tag in page.soup.select("img.notebook-plot")]
+    assert len(plots) > 50
+    for plot in plots:
+        english = site.root / plot.removeprefix("es/")
+        assert (site.root / plot).read_text(encoding="utf-8") != english.read_text(encoding="utf-8"), plot
+
+
 def test_language_switch_leads_to_existing_pages(site) -> None:
     for page in site.pages.values():
         here, there = ("es", "en") if page in site.spanish else ("en", "es")

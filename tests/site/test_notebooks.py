@@ -3,8 +3,10 @@
 import importlib
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
@@ -104,9 +106,17 @@ SCRIPT = """# %% [markdown]
 print("\\x1b[1mhello\\x1b[0m")
 
 # %% {alt}
-from IPython.display import Image
-import base64
-Image(base64.b64decode("iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="))
+from minicache_course import notebook as nb
+nb.begin(0)
+nb.bars({"free": 1_000, "in use": 7}, "a & b")
+"""
+
+CATALOGUE = """
+msgid "free"
+msgstr "libres, que no usa nadie"
+
+msgid "in use"
+msgstr "en uso"
 """
 
 
@@ -122,7 +132,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> list:
 def write(notebooks: ModuleType, tmp_path: Path, executed: list):
     import nbformat  # takes a while, for which no other test's worker should wait
 
-    def write(alt: str = 'alt="one pixel"') -> Path:
+    def write(alt: str = 'alt="two bars"') -> Path:
         script = tmp_path / "tiny.py"
         script.write_text(SCRIPT.replace("{alt}", alt), encoding="utf-8")
         notebook = notebooks.read(script)
@@ -139,8 +149,8 @@ def test_rendered_page_has_text_output_and_a_described_picture(pages: ModuleType
     files = pages.render(write().with_suffix(".ipynb"))
     page = files.pop("notebook.md")
     (picture,) = files
-    assert files[picture].startswith(b"\x89PNG")
-    assert f"![one pixel]({picture})" in page
+    assert set(words_of(files[picture])) >= {"free", "in use", "1,000", "a & b"}
+    assert f"![two bars]({picture})" in page
     assert "\nhello\n```" in page  # without the terminal's colours
     assert "# A title\n" in page
 
@@ -156,17 +166,72 @@ def test_a_picture_without_words_is_refused(pages: ModuleType, write) -> None:
         pages.render(write(alt="").with_suffix(".ipynb"))
 
 
-def test_a_page_in_spanish_has_the_code_and_the_outputs(pages: ModuleType, write) -> None:
-    spanish = "---\nenglish: 0123\n---\n%% text\n# Un título\n\nLa mitad de $x^2$.\n\n%% alt\nun píxel\n"
-    files = pages.render(write().with_suffix(".ipynb"), spanish)
+SPANISH = "---\nenglish: 0123\n---\n%% text\n# Un título\n\nLa mitad de $x^2$.\n\n%% alt\ndos barras\n"
+
+
+@pytest.fixture
+def catalogue(pages: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The words of the plot in Spanish."""
+    (file := tmp_path / "figures.po").write_text(CATALOGUE, encoding="utf-8")
+    monkeypatch.setattr(pages.labels, "CATALOGUE", file)
+    monkeypatch.setattr(pages.labels, "seen", set())
+    pages.labels.catalogue.cache_clear()
+    yield file
+    pages.labels.catalogue.cache_clear()
+
+
+def test_a_page_in_spanish_has_the_code_and_the_outputs(pages: ModuleType, write, catalogue: Path) -> None:
+    files = pages.render(write().with_suffix(".ipynb"), SPANISH)
     page = files.pop("notebook.md")
     assert "# Un título\n" in page
     assert "# A title" not in page
     assert "\nhello\n```" in page
-    assert f"![un píxel]({next(iter(files))})" in page
+    assert f"![dos barras]({next(iter(files))})" in page
 
 
-@pytest.mark.parametrize("spanish", ["%% text\n# Un título\n", "%% alt\nun píxel\n\n%% text\n# Un título\n", ""])
+def test_a_plot_on_a_page_in_spanish_has_spanish_words_and_room_for_them(
+    pages: ModuleType, write, catalogue: Path
+) -> None:
+    notebook = write().with_suffix(".ipynb")
+    (english,), (spanish,) = (
+        [content for name, content in pages.render(notebook, words).items() if name.endswith(".svg")]
+        for words in (None, SPANISH)
+    )
+    assert {"libres, que no usa nadie", "en uso", "1\u202f000", "a & b"} <= set(words_of(spanish))
+    assert not {"free", "in use", "1,000"} & set(words_of(spanish))
+    (_, _, before, _), (left, _, width, _) = map(view_of, (english, spanish))
+    assert left < 0
+    assert width == pytest.approx(before - left)
+
+
+def test_a_plots_words_without_spanish_are_named(pages: ModuleType, write, catalogue: Path) -> None:
+    notebook = write().with_suffix(".ipynb")
+    catalogue.write_text(CATALOGUE.replace("en uso", ""), encoding="utf-8")
+    with pytest.raises(pages.NotebookError, match=r'a plot has words .*figures\.po:\nmsgid "in use"$'):
+        pages.render(notebook, SPANISH)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_plots_words_are_its_catalogues(pages: ModuleType, name: str) -> None:
+    """Each is Spanish, or the same in both languages on purpose; and none of the pictures is heavy."""
+    words = (ROOT / "docs" / "es" / name / "notebook.md").read_text(encoding="utf-8")
+    pictures = pages.render(ROOT / "notebooks" / f"{name}.ipynb", words)
+    assert pictures.pop("notebook.md")
+    assert pictures
+    for picture in pictures.values():
+        assert len(picture) < 150_000
+        assert min(map(float, re.findall(r"font-size: ([\d.]+)px", picture))) >= 9
+
+
+def words_of(picture: str) -> list[str]:
+    return [text.text for text in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")]
+
+
+def view_of(picture: str) -> list[float]:
+    return [float(part) for part in ElementTree.fromstring(picture).attrib["viewBox"].split()]
+
+
+@pytest.mark.parametrize("spanish", ["%% text\n# Un título\n", "%% alt\ndos barras\n\n%% text\n# Un título\n", ""])
 def test_spanish_words_for_other_cells_are_refused(pages: ModuleType, write, spanish: str) -> None:
     with pytest.raises(pages.NotebookError, match="text alt; the Spanish ones are"):
         pages.render(write().with_suffix(".ipynb"), spanish)

@@ -424,6 +424,31 @@ def test_an_endless_loop_is_stopped_and_the_next_run_works(page: Playground) -> 
     assert page.number("finished") == "6"
 
 
+def test_a_pane_that_is_closed_during_a_run_does_not_stop_the_next(page: Playground) -> None:
+    page.open("workload=six&a=fair&b=fair")
+    page.edit(KEY, f"[0 for n in iter(int, 1) if n]; {KEY}")
+    page.click("run")
+    page.wait("pg('status').textContent.startsWith('Still running')")
+    page.js("pg('scheduler-b').value = 'none'; pg('scheduler-b').dispatchEvent(new Event('change'))")
+    page.click("undo")
+    page.browser.evaluate("new Promise((done) => setTimeout(done, 400))")
+    page.click("run")
+    page.wait_until_ready()
+    page.click("end")
+    assert page.number("finished") == "6"
+
+
+def test_all_changes_that_are_taken_back_can_be_had_again(page: Playground) -> None:
+    page.open("workload=six&a=fair&b=none")
+    page.edit(KEY, SHORTEST_FIRST)
+    page.click("undo")
+    assert page.changed() == [False, False]
+    page.js("pg('editor').querySelector('.cm-content').focus()")
+    page.browser.press("z", control=True)
+    assert page.changed() == [True, False]
+    page.click("undo")
+
+
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 def test_no_serious_fault_of_accessibility(page: Playground, scheme: str) -> None:
     page.follow(f"{THRASH}&blocks=4")

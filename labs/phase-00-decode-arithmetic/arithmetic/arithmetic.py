@@ -228,8 +228,8 @@ def step_bytes(
     - Cache: every sequence reads the KV entries of its C tokens and writes its T new ones: C + T entries of
       `cache_bytes_per_token` each.
 
-    Neglected: activations, which are small compared with either and mostly stay on the chip; and that attention over a
-    long prompt reads an entry more than once.
+    Neglected: activations, which are small in decode and mostly stay on the chip; and that attention over a long prompt
+    reads an entry more than once.
 
     Args:
         model: the transformer.

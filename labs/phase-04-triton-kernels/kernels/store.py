@@ -68,7 +68,7 @@ def store_kernel(
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Launch `store_kernel`: one program per token. `minicache.kernels.store_kv` has checked the arguments.
 
-    Without tokens nothing is launched: an empty grid is an error on a GPU. The slots stay on the GPU: the launcher must
+    Without tokens nothing is launched: CUDA refuses an empty grid. The slots stay on the GPU: the launcher must
     not read them.
 
     Args:

@@ -73,11 +73,11 @@ export class Code {
     this.#listeners.onChange();
   }
 
-  /** Take back all changes to a pane's module. */
+  /** Take back all changes to a pane's module. In the editor that is a change too, which Ctrl+Z takes back. */
   reset(whose, module) {
     store.write(this.#key(whose, module), null);
     if (!this.#has(whose, module)) return;
-    this.#editor.text = this.#originals.get(module);
+    this.#editor.replace(this.#originals.get(module));
     this.#editor.mark([]);
   }
 

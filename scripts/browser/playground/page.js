@@ -176,7 +176,7 @@ function drawAnew() {
 function settle() {
   root.dataset.state = running || wanted || isChanging ? "running" : "ready";
   const at = tick < 0 ? -Infinity : clock.ticks[tick];
-  const told = shownPanes().map((pane) => summary(title(pane), pane.recording, pane.recording.frameAt(at), unit()));
+  const told = shownPanes().filter(scheduler).map((pane) => summary(title(pane), pane.recording, pane.recording.frameAt(at), unit()));
   get("summary").textContent = told.join(" ");
   state.step = tick < 0 ? null : tick;
   clearTimeout(settle.timer);

@@ -80,7 +80,7 @@ def quantized_linear_kernel(
     arbitrary. Multiply rows and outputs in int64.
 
     Constants:
-        ROWS: a power of two of at least 16, which `tl.dot` needs.
+        ROWS: a power of two of at least 16, which tensor cores need.
         OUTPUTS: a power of two of at least 16.
         GROUPS: a power of two.
         GROUP: inputs that share a scale, 32.

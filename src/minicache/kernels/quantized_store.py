@@ -4,8 +4,8 @@ A block fills token by token. With one scale per block a later, larger row would
 and what a request reads would depend on how its prompt was chunked. So there is a scale per token and key/value head,
 and a row's numbers depend on that row alone (vLLM's `int8_per_token_head` and `fp8_per_token_head`).
 
-A cast to an integer truncates, and so does Triton's interpreter when it casts to fp8. So rows are rounded before the
-cast, in arithmetic that is the same on a GPU and in the interpreter; the cast itself is then exact.
+A cast to an integer truncates, and Triton's interpreter rounds wrongly when it casts to fp8. So rows are rounded before
+the cast, in arithmetic that is the same on a GPU and in the interpreter; the cast itself is then exact.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def require_triton(device: torch.device) -> None:
     elif device.type == "cpu":
         raise KernelUnavailableError(
             "on CPU tensors Triton runs only in its interpreter, which is not enabled: "
-            f"set {INTERPRET}=1 before the first import of triton, or leave out backend= to use PyTorch"
+            f"set {INTERPRET}=1 before the first import of triton, or leave out backend="
         )
 
 

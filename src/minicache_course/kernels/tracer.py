@@ -6,9 +6,9 @@
 
 An access outside the tensor of its pointer raises `MemoryAccessError`, which names kernel, program, tensor, index and
 statement. On a GPU it would read another tensor's numbers; in the plain interpreter it may kill the process. A masked
-load without `other` gives NaN (−1 in integers) in the masked lanes, which are undefined on a GPU. What a GPU refuses is
-refused here too: an empty grid with `ValueError`, a kernel that reads a module-level variable with `NameError`. No
-phase builds this module; it is phase 4's debugger, and the source of its figures.
+load without `other` gives NaN (−1 in integers) in the masked lanes, which are undefined on a GPU. What a GPU or
+Triton's compiler refuses is refused here too: an empty grid with `ValueError`, a kernel that reads a module-level
+variable with `NameError`. No phase builds this module; it is phase 4's debugger, and the source of its figures.
 
 How it works: a kernel gets a made-up address for each tensor. These lie 2**52 bytes apart, so after any pointer
 arithmetic the address still identifies the tensor and the offset.
@@ -319,7 +319,7 @@ class _Watch:
             if 0 in grid:
                 told = f"{self.kernel} is launched with no programs, a grid of {grid}"
                 raise ValueError(
-                    f"{told}, which is an error on a GPU. With nothing to compute, the launcher returns before the "
+                    f"{told}, which CUDA refuses. With nothing to compute, the launcher returns before the "
                     "launch; otherwise the grid is too small"
                 )
             set_grid_dim(*(self.grid if self.only else grid))

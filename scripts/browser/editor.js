@@ -1,6 +1,6 @@
 // The editor of the labs and the playground: CodeMirror 6 with no more than Python needs. build.py bundles it.
 
-import { defaultKeymap, history, historyKeymap, indentWithTab } from "@codemirror/commands";
+import { defaultKeymap, history, historyKeymap, indentWithTab, isolateHistory } from "@codemirror/commands";
 import { python } from "@codemirror/lang-python";
 import { bracketMatching, indentOnInput, indentUnit, syntaxHighlighting } from "@codemirror/language";
 import { lintGutter, setDiagnostics } from "@codemirror/lint";
@@ -49,7 +49,8 @@ export function createEditor(parent, { text, label, onChange = () => {}, onRun =
       view.setState(stateOf(text)); // with a history of its own: undo does not bring another file's text
     },
     replace(text) {
-      view.dispatch({ changes: { from: 0, to: view.state.doc.length, insert: text } });
+      const changes = { from: 0, to: view.state.doc.length, insert: text };
+      view.dispatch({ changes, annotations: isolateHistory.of("full") });
     },
     focus: () => view.focus(),
     mark(problems) {

@@ -407,6 +407,7 @@ def test_control_and_enter_run_the_code(page: Playground) -> None:
     page.click("start")
     assert "computes D prefill" in page.text("summary")
     page.click("undo")
+    page.open()  # its cursor blinks as long as the editor has the focus
 
 
 def test_an_endless_loop_is_stopped_and_the_next_run_works(page: Playground) -> None:
@@ -447,6 +448,7 @@ def test_all_changes_that_are_taken_back_can_be_had_again(page: Playground) -> N
     page.browser.press("z", control=True)
     assert page.changed() == [True, False]
     page.click("undo")
+    page.open()
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])

@@ -118,7 +118,7 @@ class Machine:
 def the_machine() -> Machine:
     """Qwen3-32B in 16 bits on one H100: the weights take 65 of 86 GB, and leave 43,700 tokens of cache.
 
-    So memory is short, as it is on most servers, and a step takes 27 ms or more, which keeps the runs short.
+    So memory is short, as it is on most servers, and a step takes 26 ms or more, which keeps the runs short.
     """
     num_blocks = published_machine("qwen3-32b", "h100", block_size=BLOCK_SIZE).num_blocks
     return Machine(RooflineCost(QWEN3_32B, H100), num_blocks)

@@ -1,6 +1,6 @@
 // The editor of the labs and the playground: CodeMirror 6 with no more than Python needs. build.py bundles it.
 
-import { defaultKeymap, history, historyKeymap, indentWithTab } from "@codemirror/commands";
+import { defaultKeymap, history, historyKeymap, indentWithTab, isolateHistory } from "@codemirror/commands";
 import { python } from "@codemirror/lang-python";
 import { bracketMatching, indentOnInput, indentUnit, syntaxHighlighting } from "@codemirror/language";
 import { lintGutter, setDiagnostics } from "@codemirror/lint";
@@ -16,8 +16,9 @@ import { say } from "./say.js";
  * @param {HTMLElement} parent
  * @param {{text: string, label: string, onChange?: (text: string) => void, onRun?: () => void}} options `label`: what a
  *   screen reader says; `onRun`: Ctrl+Enter
- * @returns {{text: string, focus: () => void, mark: (problems: {line: number, message: string}[]) => void,
- *   goTo: (line: number) => void}} `text` can be set; `mark` shows problems at lines that count from 1, and the first
+ * @returns {{text: string, replace: (text: string) => void, focus: () => void,
+ *   mark: (problems: {line: number, message: string}[]) => void, goTo: (line: number) => void}} `text` can be set;
+ *   `replace` sets it as an edit, which can be undone; `mark` shows problems at lines that count from 1, and the first
  */
 export function createEditor(parent, { text, label, onChange = () => {}, onRun = () => {} }) {
   const extensions = [
@@ -46,6 +47,10 @@ export function createEditor(parent, { text, label, onChange = () => {}, onRun =
     },
     set text(text) {
       view.setState(stateOf(text)); // with a history of its own: undo does not bring another file's text
+    },
+    replace(text) {
+      const changes = { from: 0, to: view.state.doc.length, insert: text };
+      view.dispatch({ changes, annotations: isolateHistory.of("full") });
     },
     focus: () => view.focus(),
     mark(problems) {

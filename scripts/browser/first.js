@@ -58,6 +58,7 @@ export async function open() {
     return { title: say("The first that fails"), outcome, lines: lines.slice(0, end) };
   }
 
+  form.addEventListener("click", (event) => event.stopPropagation()); // of Enter too: the theme takes the focus then
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     check();

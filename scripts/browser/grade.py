@@ -18,6 +18,7 @@ from typing import Any
 
 from minicache_course.account import account
 from minicache_course.journal import Event, Job, Journal
+from minicache_course.language import joined, remember
 from minicache_course.record import Record
 from minicache_course.results import Outcome
 from minicache_course.stall import Stack, where
@@ -55,6 +56,7 @@ def grade(asked: Mapping[str, Any], post: Post, root: Path = Path("/course")) ->
     record = Record(workspace, workspace.course.phase(asked["phase"]), asked["task"])
     for told in asked["told"]:
         event = Event(**told)
+        remember(event.shown)
         if event.kind == "lost":
             record.lose(Outcome(event.outcome), event.message)
         else:
@@ -65,7 +67,7 @@ def grade(asked: Mapping[str, Any], post: Post, root: Path = Path("/course")) ->
 
     def stalled(stacks: list[Stack]) -> None:
         places = where({"": stacks}, record.files.values(), record.tests)
-        lost(Outcome.STALLED, "\n".join([record.no_answer(), *places]))
+        lost(Outcome.STALLED, joined("\n", [record.no_answer(), *places]))
 
     watch = Watch(root, record.patience, stalled)
 

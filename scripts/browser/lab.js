@@ -12,6 +12,7 @@ import * as store from "./store.js";
 const SITE = new URL(LANGUAGE === "es" ? "../../es/" : "../../", import.meta.url); // of the page's language
 
 let lab = null;
+store.onElsewhere(() => lab?.refresh());
 
 /**
  * Open the lab, or close it again.
@@ -55,6 +56,14 @@ class Lab {
 
   focus() {
     this.#editor.focus();
+  }
+
+  /** Show the file as it is kept: another tab may have written it. */
+  refresh() {
+    if (this.#editor.text === this.#text(this.#file)) return;
+    const path = this.#file;
+    this.#file = null;
+    this.#show(path);
   }
 
   #build() {
@@ -170,7 +179,10 @@ class Lab {
       const names = { name: chosen.name, paths: this.#paths.join(", ") };
       return this.#setStatus(say("{name} is not one of this page's files: {paths}", names));
     }
-    this.#replace(path, await chosen.text());
+    const text = await chosen.text();
+    const isLost = ![this.#sheet.starters[path], text].includes(this.#text(path));
+    if (isLost && !confirm(say("Replace {paths}, which this browser keeps?", { paths: path }))) return;
+    this.#replace(path, text);
     this.#setStatus(say("{path} has been imported.", { path }));
   }
 

@@ -1,17 +1,24 @@
 // What is kept in the reader's browser, as text: files, when tasks passed, hints shown.
 
 const PREFIX = "minicache/";
-const memory = new Map(); // where the browser keeps nothing, for as long as the page is open
+const memory = new Map(); // what the browser would not keep, for as long as the page is open
 
-/** Whether what is written outlasts the page. */
+/** Whether all that was written outlasts the page. */
 export let isKept = true;
+
+/** Have `listener` called when another tab has written, or may have while the page lay in the browser's cache. */
+export function onElsewhere(listener) {
+  addEventListener("storage", () => listener());
+  addEventListener("pageshow", ({ persisted }) => persisted && listener());
+}
 
 /** The text at `key`, or null. */
 export function read(key) {
+  if (memory.has(key)) return memory.get(key); // newer than what a full browser may still have
   try {
-    return localStorage.getItem(PREFIX + key) ?? memory.get(key) ?? null;
+    return localStorage.getItem(PREFIX + key);
   } catch {
-    return memory.get(key) ?? null;
+    return null;
   }
 }
 
@@ -21,10 +28,9 @@ export function write(key, text) {
     if (text === null) localStorage.removeItem(PREFIX + key);
     else localStorage.setItem(PREFIX + key, text);
     memory.delete(key);
-    isKept = true;
   } catch {
     if (text === null) memory.delete(key);
     else memory.set(key, text);
-    isKept = false;
   }
+  isKept = memory.size === 0;
 }

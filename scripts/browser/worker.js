@@ -9,7 +9,8 @@
 //   {type: "run", id: 1, source, args}             {type: "posted", id: 1, value}       …post(value), any number
 //                                                  {type: "done", id: 1}
 //                                                  {type: "error", id: 1, text}         …a traceback
-//   (to stop: Worker.terminate())                  {type: "output", text}               …what Python prints, a line
+//   (to stop: Worker.terminate())                  {type: "output", text}               …what Python prints, a line; a
+//                                                                                        run's first thousand, then "…"
 //
 // `source` is Python, run in a namespace of its own with two names in it: `args`, what the page sent, and
 // `post(value)`, which sends a value to the page at once, while the source goes on running. Both are what JSON can hold.
@@ -22,7 +23,9 @@
 import { loadPyodide } from "./pyodide.mjs";
 
 const HOME = "/course";
+const MOST_LINES = 1000; // of what a run prints: a page that is sent more answers no one
 let pyodide;
+let printed = 0; // lines of this run
 
 async function init({ archives, language }) {
   const began = performance.now();
@@ -35,8 +38,8 @@ async function init({ archives, language }) {
   pyodide = await loadPyodide({
     indexURL: new URL(".", import.meta.url).href,
     env: { LANGUAGE: language },
-    stdout: (text) => postMessage({ type: "output", text }),
-    stderr: (text) => postMessage({ type: "output", text }),
+    stdout: print,
+    stderr: print,
   });
   postMessage({ type: "loading", what: "course" });
   for (const archive of fetched) pyodide.unpackArchive(await archive, "zip", { extractDir: HOME });
@@ -44,7 +47,12 @@ async function init({ archives, language }) {
   postMessage({ type: "ready", seconds: (performance.now() - began) / 1000 });
 }
 
+function print(text) {
+  if (++printed <= MOST_LINES) postMessage({ type: "output", text: printed < MOST_LINES ? text : "…" });
+}
+
 function run({ id, source, args }) {
+  printed = 0;
   const send = (text) => postMessage({ type: "posted", id, value: JSON.parse(text) });
   const names = pyodide.toPy({ __name__: "__main__" });
   names.set("_send", send);

@@ -247,6 +247,14 @@ def test_an_error_is_told_with_its_line() -> None:
     assert (error["kind"], error["line"], error["message"]) == ("SyntaxError", number, "invalid syntax")
 
 
+def test_an_error_over_what_the_code_gave_is_told_with_the_place_that_used_it() -> None:
+    gives_none = {BASE: source_of(BASE).replace("self.outstanding = output\n        return output", "return None")}
+    error = played("six", "fair", sources=gives_none)[1]["error"]
+    assert (error["module"], error["line"]) == (None, None)
+    assert "output.num_scheduled_tokens" in error["traceback"]
+    assert error["traceback"].count("File ") == 1
+
+
 def test_a_scheduler_that_schedules_nothing_or_never_ends_is_stopped() -> None:
     idle = changed("return super().head()", "return None")
     assert "nothing was scheduled" in played("six", "fair", sources=idle)[1]["error"]["message"]

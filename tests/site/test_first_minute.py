@@ -78,6 +78,7 @@ def test_a_visitor_writes_a_line(browser: Chromium, address: str, language: str,
 
     browser.evaluate("document.querySelector('.first .opener button').click()")
     assert answer(browser, WRONG) == verdict.format(27)
+    assert browser.evaluate("document.activeElement.matches('.first input')")  # to write the line again
     shown = text(browser, ".first .mc-results").split()
     assert shown[-3:] == ["7", expected, "28"]
     assert not browser.evaluate("document.querySelector('.first .next').checkVisibility()")

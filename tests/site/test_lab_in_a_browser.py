@@ -203,13 +203,37 @@ def test_work_is_kept_exported_imported_and_put_back(lab: Lab) -> None:
     lab.browser.evaluate(chosen % (json.dumps("other = 2\n"), json.dumps("other.py")))
     lab.browser.wait_for("document.querySelector('.mc-status').textContent.startsWith('other.py is not one of')")
     assert lab.stored(RESERVATION) == "mine = 1\n"
+    lab.browser.evaluate("globalThis.confirm = (question) => ((globalThis.asked = question), false)")
+    lab.browser.evaluate(chosen % (json.dumps("theirs = 3\n"), json.dumps("reservation.py")))
+    lab.browser.wait_for("globalThis.asked")
+    assert lab.browser.evaluate("asked") == f"Replace {RESERVATION}, which this browser keeps?"
+    assert lab.stored(RESERVATION) == "mine = 1\n"
+    lab.browser.evaluate("globalThis.confirm = () => true")
     lab.browser.evaluate(chosen % (json.dumps("theirs = 3\n"), json.dumps("reservation.py")))
     lab.browser.wait_for("document.querySelector('.mc-status').textContent.endsWith('has been imported.')")
     assert lab.stored(RESERVATION) == "theirs = 3\n"
-    lab.browser.evaluate("globalThis.confirm = () => true")
     lab.click("Reset")
     assert lab.stored(RESERVATION) is None
     assert "not written" in lab.run()["rows"][0]
+
+
+def test_what_a_full_browser_does_not_keep_is_what_runs(lab: Lab) -> None:
+    lab.open(PADDING)
+    lab.write("mine = 1\n")
+    lab.browser.evaluate("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    lab.write(SOLVED)
+    assert lab.run()["rows"][0][-1] == "passed"
+    assert lab.says().endswith("This browser keeps nothing: download your file before you leave.")
+
+
+def test_what_another_tab_writes_is_in_the_editor(lab: Lab) -> None:
+    lab.open(PADDING)
+    lab.write("mine = 1\n")
+    lab.browser.evaluate(f"""
+      document.body.appendChild(document.createElement("iframe"))
+        .contentWindow.localStorage.setItem("minicache/{RESERVATION}", "theirs = 2");
+    """)
+    lab.browser.wait_for("document.querySelector('.cm-content').textContent === 'theirs = 2'", 5)
 
 
 def test_after_a_pass_it_leads_on(lab: Lab) -> None:

@@ -276,9 +276,13 @@ def test_changed_code_runs_and_errors_are_shown_at_their_line(page: Playground) 
     page.run()
     assert page.text("told-a") == ""
     assert page.text("output").startswith("asked A\nasked ")
+    page.edit("print('asked', request.request_id)", "[print(n) for n in range(10_000)]")
+    page.run()
+    assert page.text("output").endswith("998\n…\n")
     page.click("undo")
     page.run()
     assert page.text("output") == ""
+    assert not page.js("return pg('output').checkVisibility()")
 
 
 def test_changed_code_is_there_after_a_reload_until_it_is_taken_back(page: Playground) -> None:
@@ -352,6 +356,60 @@ def test_a_file_of_ones_own_is_opened_and_kept(page: Playground) -> None:
     page.open()
 
 
+def test_code_that_the_browser_does_not_keep_runs_and_the_reader_is_told(page: Playground) -> None:
+    page.open()
+    page.keep(FAIR, reference_file("minicache.scheduler.fair").read_text(encoding="utf-8"))
+    page.open("workload=six&a=my-fair&b=none")
+    page.js("Storage.prototype.setItem = () => { throw new DOMException('full', 'QuotaExceededError'); }")
+    page.edit(KEY, SHORTEST_FIRST)
+    page.run()
+    assert page.text("status") == "This browser does not keep your code: copy it before you leave."
+    page.click("start")
+    assert "step 0 of 0 to 11. computes D prefill" in page.text("summary")
+    page.open()
+    page.keep(FAIR, None)
+
+
+def test_what_another_tab_writes_is_in_the_editor(page: Playground) -> None:
+    page.open()
+    page.keep(FAIR, "x = 1\n" * 40)
+    page.open("workload=six&a=my-fair&b=none")
+    page.edit("x = 1", "x = 2")
+    page.js(f"""
+        const frame = document.body.appendChild(document.createElement("iframe"));
+        frame.contentWindow.localStorage.setItem("minicache/{FAIR}", "y = 1\\n".repeat(40));
+    """)
+    page.wait("pg('editor').querySelector('.cm-content').textContent.startsWith('y')")
+    page.edit("y = 1", "y = 2")
+    assert page.kept(FAIR) == "y = 2\n" + "y = 1\n" * 39
+    page.keep(FAIR, None)
+    page.open()
+
+
+def test_a_code_that_is_asked_for_twice_is_in_one_editor(page: Playground) -> None:
+    page.open("workload=six&a=static&b=continuous")
+    page.js("pg('code').open = true; pg('code-of').value = 'b'; pg('code-of').dispatchEvent(new Event('change'))")
+    page.wait("pg('editor').querySelector('.cm-content')?.textContent.startsWith('\"\"\"Continuous batching')")
+    assert page.js("return pg('editor').children.length") == 1
+
+
+def test_a_link_with_words_that_mean_nothing_shows_what_is_usual(page: Playground) -> None:
+    page.open("workload=constructor&a=toString&b=valueOf&slots=many&step=soon")
+    assert page.link() == "workload=six&a=static&b=continuous&step=13"
+
+
+def test_control_and_enter_run_the_code(page: Playground) -> None:
+    page.follow("workload=six&a=fair&b=none&step=0")
+    page.edit(KEY, SHORTEST_FIRST)
+    page.js("pg('editor').querySelector('.cm-content').focus()")
+    page.browser.press("Enter", control=True)
+    page.wait_until_ready()
+    page.click("start")
+    assert "computes D prefill" in page.text("summary")
+    page.click("undo")
+    page.open()  # its cursor blinks as long as the editor has the focus
+
+
 def test_an_endless_loop_is_stopped_and_the_next_run_works(page: Playground) -> None:
     page.follow("workload=six&a=fair&b=none")
     page.edit(
@@ -365,6 +423,32 @@ def test_an_endless_loop_is_stopped_and_the_next_run_works(page: Playground) -> 
     page.click("undo")
     page.run()
     assert page.number("finished") == "6"
+
+
+def test_a_pane_that_is_closed_during_a_run_does_not_stop_the_next(page: Playground) -> None:
+    page.open("workload=six&a=fair&b=fair")
+    page.edit(KEY, f"[0 for n in iter(int, 1) if n]; {KEY}")
+    page.click("run")
+    page.wait("pg('status').textContent.startsWith('Still running')")
+    page.js("pg('scheduler-b').value = 'none'; pg('scheduler-b').dispatchEvent(new Event('change'))")
+    page.click("undo")
+    page.browser.evaluate("new Promise((done) => setTimeout(done, 400))")
+    page.click("run")
+    page.wait_until_ready()
+    page.click("end")
+    assert page.number("finished") == "6"
+
+
+def test_all_changes_that_are_taken_back_can_be_had_again(page: Playground) -> None:
+    page.open("workload=six&a=fair&b=none")
+    page.edit(KEY, SHORTEST_FIRST)
+    page.click("undo")
+    assert page.changed() == [False, False]
+    page.js("pg('editor').querySelector('.cm-content').focus()")
+    page.browser.press("z", control=True)
+    assert page.changed() == [True, False]
+    page.click("undo")
+    page.open()
 
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])

@@ -92,6 +92,21 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     assert "Rechaza primero las cantidades incorrectas" in texts(browser, ".mc-lab")[0]
 
 
+def test_an_endless_loop_in_the_lab(browser: Chromium, address: str) -> None:
+    """One Python finds it, and the next one tells it."""
+    visit(browser, f"{address}es/phase-02-fragmentation/lab/00-padding-and-buddies/")
+    file = "labs/phase-02-fragmentation/memory/reservation.py"
+    browser.evaluate(f"localStorage.setItem('minicache/{file}', 'while 1: 1')")
+    browser.evaluate("document.querySelector('.mc-open button').click()")
+    browser.wait_for("document.querySelector('.mc-lab .cm-content')")
+    browser.evaluate("document.querySelector('.mc-run').click()")
+    browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
+    told = texts(browser, ".mc-results")[0]
+    assert "¿bucle sin fin? Sin respuesta en 10 s" in told
+    assert f"`while 1: 1` en {file}:1 no termina" in told
+    browser.evaluate("localStorage.clear()")
+
+
 @pytest.mark.parametrize(("page", "language"), [("", "en"), ("es/", "es")])
 def test_python_knows_the_language(browser: Chromium, address: str, page: str, language: str) -> None:
     visit(browser, address + page)

@@ -12,17 +12,18 @@ export class Code {
   #files; // module → path of the learner's file
   #editor = null;
   #open = { whose: "", module: "" }; // what the editor has
-  #onChange;
+  #asked = ""; // the key of what it is to have
+  #listeners;
 
   /**
    * @param {HTMLElement} parent where the editor goes
    * @param {object} files module → path of the learner's file
-   * @param {() => void} onChange the code has been changed by the reader
+   * @param {{onChange: () => void, onRun: () => void}} listeners the reader has changed the code, or pressed Ctrl+Enter
    */
-  constructor(parent, files, onChange) {
+  constructor(parent, files, listeners) {
     this.parent = parent;
     this.#files = files;
-    this.#onChange = onChange;
+    this.#listeners = listeners;
   }
 
   /** Where the browser keeps it, also when the page is closed. */
@@ -43,12 +44,16 @@ export class Code {
 
   /** Show a module. Loads the editor, and Python for code of the package, when it is called first. */
   async show(whose, module, onLoading) {
+    this.#asked = this.#key(whose, module);
     if (whose !== OWN && !this.#originals.has(module)) this.#originals.set(module, await sourceOf(module, onLoading));
-    if (!this.#editor) {
-      const { createEditor } = await import("../browser/editor.js");
-      const onChange = (text) => this.#changed(text);
-      this.#editor = createEditor(this.parent, { text: "", label: say("The scheduler's code"), onChange });
-    }
+    const { createEditor } = await import("../browser/editor.js");
+    if (this.#asked !== this.#key(whose, module)) return; // the reader has gone on meanwhile
+    this.#editor ??= createEditor(this.parent, {
+      text: "",
+      label: say("The scheduler's code"),
+      onChange: (text) => this.#changed(text),
+      onRun: this.#listeners.onRun,
+    });
     const text = store.read(this.#key(whose, module)) ?? this.#originals.get(module);
     if (this.#has(whose, module) && this.#editor.text === text) return;
     this.#open = { whose: "", module: "" }; // what is set by us is no change of the reader's
@@ -65,14 +70,14 @@ export class Code {
     const { whose, module } = this.#open;
     if (!whose) return;
     store.write(this.#key(whose, module), text === this.#originals.get(module) && whose !== OWN ? null : text);
-    this.#onChange();
+    this.#listeners.onChange();
   }
 
-  /** Take back all changes to a pane's module. */
+  /** Take back all changes to a pane's module. In the editor that is a change too, which Ctrl+Z takes back. */
   reset(whose, module) {
     store.write(this.#key(whose, module), null);
     if (!this.#has(whose, module)) return;
-    this.#editor.text = this.#originals.get(module);
+    this.#editor.replace(this.#originals.get(module));
     this.#editor.mark([]);
   }
 

@@ -1,6 +1,7 @@
 // The playground's page: its controls, two panes on one clock, and what happens when they are used.
 
 import { say } from "../browser/say.js";
+import * as store from "../browser/store.js";
 import { Canvas } from "./canvas.js";
 import { Clock, Player } from "./clock.js";
 import { Code, OWN } from "./code.js";
@@ -14,7 +15,6 @@ import { save, toSvg } from "./svg.js";
 import { LEGEND, numbers, summary, time } from "./words.js";
 
 const SPEEDS = [1, 2, 4, 8, 15, 30, 60, 120];
-const MOST_LINES = 1000; // of what a run prints
 const LONGEST = 12; // seconds that a run plays for, if the reader has chosen no speed and there is one so fast
 const PATIENCE = 3000; // milliseconds after which a run is said to be still running
 const root = document.getElementById("playground");
@@ -46,7 +46,7 @@ const player = new Player(clock, {
   onEnd: () => settle(),
   isGrowing: () => running,
 });
-const code = new Code(get("editor"), catalogue.files, () => markChanged());
+const code = new Code(get("editor"), catalogue.files, { onChange: () => markChanged(), onRun: () => start({ play: true }) });
 
 let state = fromLink(location.hash, catalogue);
 let tick = -1; // where the clock stands
@@ -176,7 +176,7 @@ function drawAnew() {
 function settle() {
   root.dataset.state = running || wanted || isChanging ? "running" : "ready";
   const at = tick < 0 ? -Infinity : clock.ticks[tick];
-  const told = shownPanes().map((pane) => summary(title(pane), pane.recording, pane.recording.frameAt(at), unit()));
+  const told = shownPanes().filter(scheduler).map((pane) => summary(title(pane), pane.recording, pane.recording.frameAt(at), unit()));
   get("summary").textContent = told.join(" ");
   state.step = tick < 0 ? null : tick;
   clearTimeout(settle.timer);
@@ -222,7 +222,6 @@ async function start({ play, at = null }) {
   root.dataset.state = "running";
   player.pause();
   for (const pane of panes) prepare(pane);
-  print.count = 0;
   get("output").replaceChildren();
   get("output").hidden = true;
   clock.update([]);
@@ -262,11 +261,10 @@ function prepare(pane) {
   tell(pane);
 }
 
-/** What changed code prints, until it is too much. */
+/** What changed code prints. */
 function print(line) {
-  if (++print.count > MOST_LINES) return;
   get("output").hidden = false;
-  get("output").append(print.count < MOST_LINES ? `${line}\n` : "…\n");
+  get("output").append(`${line}\n`);
 }
 
 function receive({ pane: number, frames, result }, play) {
@@ -295,7 +293,8 @@ function tell(pane) {
 }
 
 function setStatus(words, isProblem = false) {
-  get("status").textContent = words;
+  const kept = store.isKept ? "" : say("This browser does not keep your code: copy it before you leave.");
+  get("status").textContent = [words, kept].filter(Boolean).join(" ");
   get("status").classList.toggle("problem", isProblem);
 }
 
@@ -330,12 +329,17 @@ function markChanged() {
 
 // --- what the reader does -------------------------------------------------------------------------------------------
 
-function change(next, at = null) {
-  root.dataset.state = "running";
-  state = { ...state, ...next };
+/** Set all to what `state` says, and to the code that this browser keeps. */
+function refresh() {
   setControls();
   markChanged();
   if (get("code").open) openCode();
+}
+
+function change(next, at = null) {
+  root.dataset.state = "running";
+  state = { ...state, ...next };
+  refresh();
   isChanging = true;
   clearTimeout(change.timer);
   change.timer = setTimeout(() => {
@@ -393,6 +397,7 @@ function listen() {
     markChanged();
   });
   root.addEventListener("keydown", press);
+  store.onElsewhere(refresh);
   addEventListener("hashchange", () => {
     const next = fromLink(location.hash, catalogue);
     root.scrollIntoView({ behavior: lessMotion.matches ? "auto" : "smooth" }); // the link may be far below

@@ -13,11 +13,9 @@ export function tellProblems(parent, result, openPlace) {
   parent.replaceChildren();
   if (refused) parent.append(problem(`RequestTooLargeError: ${refusal}${more}`));
   if (error) parent.append(problem(`${error.kind}: ${error.message}`));
-  if (error?.line) {
-    parent.lastChild.append(" ", placeButton(error, openPlace));
-    parent.append(traceback(error.traceback));
-  }
+  if (error?.line) parent.lastChild.append(" ", placeButton(error, openPlace));
   if (error?.module && !error.line) parent.lastChild.append(" ", say("{file} does not define it.", { file: fileOf(error) }));
+  else if (error?.traceback) parent.append(traceback(error.traceback));
   if (audit) parent.append(problem(say("The auditor of phase 6: {complaint}", { complaint: audit })));
 }
 

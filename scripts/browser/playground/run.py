@@ -140,18 +140,19 @@ def _serve(simulation: ServingSimulation) -> None:
 
 
 def explained(error: Exception, changed: Iterable[str]) -> dict[str, Any]:
-    """What a page shows of an error: its class and message, its place in the changed modules, and the traceback."""
+    """What a page shows of an error: its class and message, its place in the changed modules, and their traceback."""
     told, files = traceback.TracebackException.from_exception(error), set(map(file_of, changed))
     within = [index for index, frame in enumerate(told.stack) if frame.filename in files]
-    if files:  # how the playground came there helps no one
-        told.stack = traceback.StackSummary.from_list(told.stack[within[0] :] if within else [])
     module, line = place_of(error, changed) or (None, None)
+    # how the playground came there helps no one; where nothing is changed code's: the place that used what it gave
+    first = within[0] if within else len(told.stack) - (module is None)
+    told.stack = traceback.StackSummary.from_list(told.stack[first:])
     return {
         "kind": type(error).__name__,
         "message": error.msg if isinstance(error, SyntaxError) else str(error),
         "module": module,
         "line": line,
-        "traceback": "".join(told.format()),
+        "traceback": "".join(told.format()) if files else "",
     }
 
 

@@ -25,11 +25,11 @@ export const SLIDERS = {
  */
 export function fromLink(hash, catalogue) {
   const said = new URLSearchParams(hash.replace(/^#/, ""));
-  const workload = said.get("workload") in catalogue.workloads ? said.get("workload") : catalogue.first;
+  const workload = Object.hasOwn(catalogue.workloads, said.get("workload")) ? said.get("workload") : catalogue.first;
   const usual = catalogue.workloads[workload];
   const chosen = ["a", "b"].map((pane, index) => {
     const name = said.get(pane)?.replaceAll(" ", "+"); // what "+" means in a query
-    return name in catalogue.schedulers || (index && name === NONE) ? name : usual.schedulers[index];
+    return Object.hasOwn(catalogue.schedulers, name) || (index && name === NONE) ? name : usual.schedulers[index];
   });
   const settings = { ...usual.settings };
   for (const name of Object.keys(SLIDERS)) {

@@ -259,7 +259,7 @@ class Lab {
       this.#markFirst(account.problems);
       store.write(`passed/${task.id}`, passed.includes(task.id) ? new Date().toISOString() : null);
       const places = { id: task.id, outcome: account.rows[0].told };
-      this.#setStatus(passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}: {outcome}.", places));
+      this.#setStatus(passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}: {outcome}", places));
     } catch (error) {
       if (error instanceof Stopped) this.#setStatus(say("Stopped."));
       else {

@@ -86,8 +86,8 @@ nb.check(positions_with, counted["with"])
 # %% [markdown]
 # ## 2. Time per token
 #
-# Back to the first picture: 256 tokens with and without a cache. (Expect spikes on a machine that is also doing other
-# work.) Add the steps up:
+# The first picture shows 256 tokens with and without a cache. (Expect spikes on a machine that is also doing other
+# work.) The next cell adds the steps up:
 
 # %%
 prompt_len = prompt.shape[1]
@@ -137,8 +137,8 @@ nb.check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 # %% [markdown]
 # ## 4. What still grows: KV entries read
 #
-# A step computes one position, and its attention reads all KV entries. The cache below counts them: an
-# entry is one row of the keys that `read` returns.
+# A step computes one position, and its attention reads all KV entries. The cache below counts them: each has one row in
+# the keys that `read` returns.
 
 
 # %%
@@ -229,7 +229,7 @@ nb.check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
 # ## 7. On a real model
 #
 # SmolLM2-135M-Instruct answers a question, without a cache and with yours or the reference's. The tokens are the same.
-# How many times faster is the answer? With an answer of 64 tokens, will the ratio be larger or smaller?
+# How many times as fast is the answer with a cache? With an answer of 64 tokens, will the ratio be larger or smaller?
 
 # %%
 from minicache.engine.loading import load_model, load_tokenizer
@@ -249,12 +249,12 @@ if real_model is not None:
 # ## Your experiment: what does a token cost in a batch?
 #
 # With a cache, one sequence's token takes about as long at position 256 as at position 1. What if 32 sequences decode
-# together: does a step take 32 times as long? Phase 0 has the argument, for a GPU.
+# together? Does a step take 32 times as long? Phase 0 has the argument, for a GPU.
 #
-# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a
-# fraction of its cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
+# Choose a context and batch sizes. **Write down what a token will cost in the largest batch, as a fraction of the cost
+# of a token alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
 
-# %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and flattens early."
+# %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and falls little."
 YOUR_CONTEXT = 64
 YOUR_BATCHES = [1, 2, 4, 8, 16, 32]
 YOUR_PREDICTION = "with a cache …, without …"
@@ -280,5 +280,5 @@ for name, each in costs.items():
 
 # %% [markdown]
 # **What to look for.** With a cache, a step reads the weights and launches the operations once for the whole batch, and
-# each sequence adds one position. Without one, each sequence adds its whole context, and there is nothing left to
-# share. The cache makes steps small enough for batching to pay off; phase 5 is about keeping that batch full.
+# each sequence adds one position. Without one, each sequence adds its whole context, and there is little left to share.
+# The cache makes steps small enough for batching to pay off; phase 5 is about keeping that batch full.

@@ -103,7 +103,7 @@ print(f"{totals['full recomputation'] / totals['KV cache']:.1f} times as fast")
 
 # %% [markdown]
 # The positions differ by a factor of about 130, the times by much less: a position computed alone costs more than one
-# in a batch, because the weights are read for it alone.
+# computed with others, because the weights are read for it alone.
 #
 # ## 3. Bytes: reserved and in use
 
@@ -173,7 +173,8 @@ nb.lines(range(1, 513), flops, *names, marks=False)
 
 # %% [markdown]
 # **Question 3.** At how many tokens would attention cost as many FLOPs as the linear layers? MiniGPT's positions end at
-# 512; extrapolate the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs per entry, and round up.
+# 512; extrapolate the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs per entry (4 for each of 4
+# layers, 4 query heads and 32 numbers), and round up.
 
 # %%
 tokens_until_equal = None
@@ -185,9 +186,9 @@ nb.check(tokens_until_equal, equal)
 # %% [markdown]
 # ## 5. The mask
 #
-# Which keys does each query see? Blue is visible, grey is hidden. The function itself shows it: with equal keys, all
-# visible values have the same weight, so a value of 1 among zeros appears in the outputs of exactly those queries that
-# see it.
+# Which keys does each query see? Blue is visible, grey is hidden. `causal_attention` itself shows it: with equal keys,
+# all visible values have the same weight, so a value of 1 among zeros appears in the outputs of exactly those queries
+# that see it.
 
 # %% alt="Three masks over six keys for T = 6, 3 and 1: each is the last T rows of a lower triangle."
 from minicache.cache.attention import causal_attention

@@ -146,9 +146,9 @@ nb.check(never_used, memory.memory_use().internal)
 # %% [markdown]
 # ## 4. A server
 #
-# These are the numbers of the first picture: ten minutes of ShareGPT at 2 requests a second, in the memory of an A100
-# with OPT-13B. A step takes 45 ms. `MemorySimulation` admits in arrival order and gives every running request a token
-# per step. The first two minutes fill the memory and do not count.
+# These are the numbers of the first picture: ten minutes of ShareGPT's chats at 2 requests a second, in the memory of
+# an A100 with OPT-13B. A step takes 45 ms. `MemorySimulation` admits in arrival order and gives every running request a
+# token per step. The first two minutes fill the memory and do not count.
 
 # %%
 print(f"{'':8}" + "".join(f"{name:>10}" for name in (*nb.PARTS, "requests")))

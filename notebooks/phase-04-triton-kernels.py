@@ -180,8 +180,8 @@ nb.check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
 # %% [markdown]
 # ## 4. The softmax in one pass
 #
-# Five tokens have the scores 0, ln 2, ln 4, 0, ln 8 and the values 16, 0, 4, 16, 2. The attention output is 64 / 16 =
-# 4. The next cell computes it tile by tile:
+# Five tokens have the scores 0, ln 2, ln 4, 0, ln 8 and the values 16, 0, 4, 16, 2. Their attention output, 64 / 16 =
+# 4, is computed tile by tile in the next cell:
 
 
 # %%
@@ -510,8 +510,8 @@ factor = None
 nb.check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# The page *The ladder* predicts the times of these kernels on a GPU. `make gpu` measures them, and `notebooks/colab/gpu.ipynb`
-# does so on a borrowed GPU:
+# The page *The ladder* predicts the times of these kernels on a GPU. `make gpu` measures them, and
+# `notebooks/colab/gpu.ipynb` does so on a borrowed GPU. The next cell prints what they have measured.
 
 # %%
 import json
@@ -556,6 +556,6 @@ best = splits[longest.index(min(longest))]
 print(f"no shorter than with {best} splits; you predicted {YOUR_PREDICTION}")
 
 # %% [markdown]
-# **What to look for.** A split has whole tiles, so the longest has ⌈tiles / splits⌉ of them: 9 splits of 13 tiles are no better
-# than 7. The cost of each split does not show here: its partial result is written, read again and merged. A real launch also
-# has other sequences to fill the GPU; `num_splits=None` leaves the choice to `choose_num_splits`.
+# **What to look for.** A split has whole tiles, so the longest has ⌈tiles / splits⌉ of them: with 13 tiles, 9 splits
+# are no better than 7. The cost of each split does not show here: its partial result is written, read again and merged.
+# A real launch also has other sequences to fill the GPU; `num_splits=None` leaves the choice to `choose_num_splits`.

@@ -62,7 +62,7 @@ nb.check(continuous_steps_with_two_slots, run("continuous", SIX, max_num_seqs=2)
 # Static batching uses the fraction mean length / longest length of its slots. Here are 256 answers with the length
 # distribution of chats, all waiting from the start, with a growing number of slots.
 
-# %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to about 25. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end."
+# %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to about 25. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end: 82 with 32 slots, 68 with 64."
 from dataclasses import replace
 
 from minicache.simulator.workload import ALPACA, LengthDistribution, generate

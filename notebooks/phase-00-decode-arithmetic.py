@@ -6,7 +6,7 @@
 # functions computed it. By the end of this notebook you can explain where each line starts, where it bends, and where
 # it becomes impossible.
 
-# %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 20,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
+# %% alt="Tokens per second against batch size, both doubling, for Llama-3-8B on an A100-80GB, one line per context length. All start near 120 tokens per second. With 128 tokens of context the line rises to 19,000 at a batch of 256 and is flat from there; with 16,384 tokens it flattens below 1,000."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
@@ -34,7 +34,7 @@ nb.lines(batches, rates, "batch size", "tokens per second", doubling=True, yscal
 # %% [markdown]
 # ## 1. How many bytes does a token take?
 #
-# Seven models, three dtypes of the cache. Weights are not in this table.
+# The table has seven models and three dtypes of the cache. Weights are not in it.
 
 # %%
 MODELS = {
@@ -67,8 +67,8 @@ nb.check(
 # %% [markdown]
 # ## 2. Which model fits on which card?
 #
-# Sequences of 4,096 tokens that fit at once, weights and cache in 16 bits, a tenth of the memory reserved. A dash means
-# that the weights do not fit.
+# The table shows how many sequences of 4,096 tokens fit at once, with weights and cache in 16 bits and a tenth of the
+# memory reserved. A dash means that the weights do not fit.
 
 # %%
 CARDS = [specs.L4, specs.A100_40GB, specs.A100_80GB, specs.H100, specs.H200]
@@ -94,8 +94,8 @@ for name, model in list(MODELS.items())[:5]:
     print(f"{name:<14}" + "".join(f"{'-' if count is None else count:>12}" for count in counts))
 
 # %% [markdown]
-# **Question 2.** Llama-3-8B on an A100-80GB, first in bfloat16, then with weights *and* cache in int8. By what factor does
-# the number of concurrent sequences grow? More than 2, or less? (Within 2 %.)
+# **Question 2.** You serve Llama-3-8B on an A100-80GB, first in bfloat16, then with weights *and* cache in int8. By
+# what factor does the number of concurrent sequences grow? More than 2, or less? (Within 2 %.)
 
 # %%
 factor = None
@@ -108,11 +108,11 @@ nb.check(factor, in_int8 / in_bfloat16, within=0.02)
 # %% [markdown]
 # ## 3. What does a batch cost, and what does it gain?
 #
-# The first picture again, against the time of a step instead of the batch size: from one mark to the next, the batch
-# doubles. A user waits for the time of a step (further left is better for the user); all users together get tokens per
-# second (higher is better for the operator).
+# This is the first picture again, now against the time of a step instead of the batch size: from one mark to the next,
+# the batch doubles. A user waits for the time of a step (further left is better for the user); all users together get
+# tokens per second (higher is better for the operator).
 
-# %% alt="Tokens per second against milliseconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes an eighth longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
+# %% alt="Tokens per second against milliseconds per step for Llama-3-8B on an A100-80GB, one line per context length. With 128 tokens of context the line rises steeply from 120 tokens per second: a batch of 128 takes 13 per cent longer than one of 1. With 16,384 tokens it bends over early: bigger batches cost time and earn little."
 milliseconds = {
     context: [1e3 * batch / rate for batch, rate in zip(batches, line)]
     for context, line in rates.items()
@@ -122,7 +122,7 @@ nb.lines(milliseconds, rates, "milliseconds per step", "tokens per second", **ax
 
 # %% [markdown]
 # Not every point of these lines is possible: 512 sequences with 16,384 tokens each would take a terabyte of cache. Part
-# 2 shows which ones are.
+# 2 shows how many sequences of 4,096 tokens fit.
 #
 # **Question 3.** At a context of 1,024, how much longer does a step take with 64 sequences than with one? (A factor,
 # within 2 %. Both are memory-bound: count weights and caches.)
@@ -137,7 +137,7 @@ nb.check(slowdown, many / one, within=0.02)
 # %% [markdown]
 # ## 4. When does decode stop being memory-bound?
 #
-# The break-even batch against the context length. Where a line ends, the answer has become "never".
+# The picture shows the break-even batch against the context length. Where a line ends, the answer has become "never".
 
 # %% alt="Break-even batch against context length for Llama-3-70B on an L4, an A100-80GB, an H100 and an H200. All lines start at the card's ridge, between 153 and 403, rise slowly and then shoot up to end between 1,000 and 3,000 tokens of context."
 contexts = sorted({round(2 ** (exponent / 8)) for exponent in range(96)})
@@ -169,9 +169,9 @@ nb.check(without_groups, batch, within=0.02)
 # %% [markdown]
 # ## 5. Where is the roof of your own machine?
 #
-# Two quick measurements: how fast a large array is copied (each byte is read and written), and how fast a matrix
-# product is computed. Together they make an `Accelerator` like the others. Run the cell twice: other programs use the
-# memory too.
+# The next cell makes two quick measurements: how fast a large array is copied (each byte is read and written), and how
+# fast a matrix product is computed. Together they make an `Accelerator` like the cards. Run the cell twice: other
+# programs use the memory too.
 
 # %%
 import numpy as np
@@ -193,7 +193,7 @@ print(f"bandwidth {here.bandwidth / 1e9:.1f} GB/s, peak {here.peak_flops / 1e9:.
 print(f"ridge {ridge:.1f} FLOP/byte")
 
 # %% [markdown]
-# MiniGPT on this machine, one sequence, 100 tokens of context, float32:
+# The next cell computes a step of MiniGPT on this machine, with one sequence of 100 tokens of context in float32:
 
 # %%
 flops = arithmetic.step_flops(specs.MINIGPT, 1, 100)
@@ -203,9 +203,9 @@ print(f"at best {1e6 * arithmetic.step_seconds(here, flops, nbytes):.0f} µs a t
 print("memory-bound:", arithmetic.is_memory_bound(here, flops / nbytes))
 
 # %% [markdown]
-# In phase 1 you will measure MiniGPT's actual time. It is far longer: a model this small spends its time on launching
-# operations, not on executing them, and its weights may not even leave the processor's cache. A roofline shows what the
-# hardware allows, not what a program reaches. The gap between the two is worth knowing.
+# In phase 1 you will measure MiniGPT's actual time. It is longer than this result: a model this small spends its time
+# on launching operations, not on executing them, and its weights may not even leave the processor's cache. A roofline
+# shows what the hardware allows, not what a program reaches. The gap between the two is worth knowing.
 #
 # **Question 5.** How many sequences would have to decode together on *your* machine, with an empty context, for
 # Llama-3-8B in float32 not to be memory-bound? Estimate it from the ridge above. (Within 5 %, or 1.)
@@ -227,7 +227,7 @@ nb.check(batch_here, right, within=max(0.05, 1 / right))
 # down which of the three bars will be the longest**, and run the cell. Then look for a context at which the order
 # changes. Is there any at which the peak helps most?
 
-# %% alt="Four bars of tokens per second for Llama-3-8B on an L4 with 1,024 tokens of context: as it is, with twice the memory, twice the bandwidth, twice the peak."
+# %% alt="Four bars of tokens per second for Llama-3-8B on an L4 with 1,024 tokens of context: as it is, 581; with twice the memory, 1,408; with twice the bandwidth, 1,161; with twice the peak, 581 again."
 YOUR_MODEL, YOUR_CARD, YOUR_CONTEXT = "Llama-3-8B", specs.L4, 1024
 YOUR_PREDICTION = "write it here"
 

@@ -86,8 +86,8 @@ nb.check(positions_with, counted["with"])
 # %% [markdown]
 # ## 2. Time per token
 #
-# Back to the first picture: 256 tokens with and without a cache. (Expect spikes on a machine that is also doing other
-# work.) Add the steps up:
+# The first picture shows 256 tokens with and without a cache. (Expect spikes on a machine that is also doing other
+# work.) The next cell adds the steps up:
 
 # %%
 prompt_len = prompt.shape[1]
@@ -103,7 +103,7 @@ print(f"{totals['full recomputation'] / totals['KV cache']:.1f} times as fast")
 
 # %% [markdown]
 # The positions differ by a factor of about 130, the times by much less: a position computed alone costs more than one
-# in a batch, because the weights are read for it alone.
+# computed with others, because the weights are read for it alone.
 #
 # ## 3. Bytes: reserved and in use
 
@@ -137,8 +137,8 @@ nb.check(bytes_never_used, cache.nbytes - cache.nbytes_used)
 # %% [markdown]
 # ## 4. What still grows: KV entries read
 #
-# A step computes one position, and its attention reads all KV entries. The cache below counts them: an
-# entry is one row of the keys that `read` returns.
+# A step computes one position, and its attention reads all KV entries. The cache below counts them: each has one row in
+# the keys that `read` returns.
 
 
 # %%
@@ -173,7 +173,8 @@ nb.lines(range(1, 513), flops, *names, marks=False)
 
 # %% [markdown]
 # **Question 3.** At how many tokens would attention cost as many FLOPs as the linear layers? MiniGPT's positions end at
-# 512; extrapolate the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs per entry, and round up.
+# 512; extrapolate the line. Use `2 * MINIGPT.num_parameters` and 4 · 4 · 4 · 32 FLOPs per entry (4 for each of 4
+# layers, 4 query heads and 32 numbers), and round up.
 
 # %%
 tokens_until_equal = None
@@ -185,9 +186,9 @@ nb.check(tokens_until_equal, equal)
 # %% [markdown]
 # ## 5. The mask
 #
-# Which keys does each query see? Blue is visible, grey is hidden. The function itself shows it: with equal keys, all
-# visible values have the same weight, so a value of 1 among zeros appears in the outputs of exactly those queries that
-# see it.
+# Which keys does each query see? Blue is visible, grey is hidden. `causal_attention` itself shows it: with equal keys,
+# all visible values have the same weight, so a value of 1 among zeros appears in the outputs of exactly those queries
+# that see it.
 
 # %% alt="Three masks over six keys for T = 6, 3 and 1: each is the last T rows of a lower triangle."
 from minicache.cache.attention import causal_attention
@@ -229,7 +230,7 @@ nb.check(rows_lost_to_blocks, sum(-length % 16 for length in lengths))
 # ## 7. On a real model
 #
 # SmolLM2-135M-Instruct answers a question, without a cache and with yours or the reference's. The tokens are the same.
-# How many times faster is the answer? With an answer of 64 tokens, will the ratio be larger or smaller?
+# How many times as fast is the answer with a cache? With an answer of 64 tokens, will the ratio be larger or smaller?
 
 # %%
 from minicache.engine.loading import load_model, load_tokenizer
@@ -249,12 +250,12 @@ if real_model is not None:
 # ## Your experiment: what does a token cost in a batch?
 #
 # With a cache, one sequence's token takes about as long at position 256 as at position 1. What if 32 sequences decode
-# together: does a step take 32 times as long? Phase 0 has the argument, for a GPU.
+# together? Does a step take 32 times as long? Phase 0 has the argument, for a GPU.
 #
-# Choose a context and batch sizes. **Write down what the cost of one token will be in the largest batch, as a
-# fraction of its cost alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
+# Choose a context and batch sizes. **Write down what a token will cost in the largest batch, as a fraction of the cost
+# of a token alone**, with a cache and without. Then run the cell, and try a context of 8, and one of 256.
 
-# %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and flattens early."
+# %% alt="Milliseconds per token against the batch size, both doubling. With the KV cache a token of a larger batch costs far less than one alone; with full recomputation the curve lies higher and falls little."
 YOUR_CONTEXT = 64
 YOUR_BATCHES = [1, 2, 4, 8, 16, 32]
 YOUR_PREDICTION = "with a cache …, without …"
@@ -280,5 +281,5 @@ for name, each in costs.items():
 
 # %% [markdown]
 # **What to look for.** With a cache, a step reads the weights and launches the operations once for the whole batch, and
-# each sequence adds one position. Without one, each sequence adds its whole context, and there is nothing left to
-# share. The cache makes steps small enough for batching to pay off; phase 5 is about keeping that batch full.
+# each sequence adds one position. Without one, each sequence adds its whole context, and there is little left to share.
+# The cache makes steps small enough for batching to pay off; phase 5 is about keeping that batch full.

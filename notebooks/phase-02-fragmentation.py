@@ -75,9 +75,9 @@ if smallest_n is not None:
 # %% [markdown]
 # ## 2. Buddies
 #
-# A strip of 64 slots. Blue is allocated, grey is free, and a gap separates two runs.
+# The figure shows a strip of 64 slots at five moments. Blue is allocated, grey is free, and a gap separates two runs.
 
-# %% alt="Five strips of 64 slots, after allocating 5, 12, 3 and 17 slots and freeing them one by one. Runs are halved on the way down and merge on the way up."
+# %% alt="Five strips of 64 slots, after allocating 5, 12, 3 and 17 slots and freeing them one by one. Runs are halved by allocations and merge when they are freed."
 from minicache.memory.reservation import BuddyAllocator
 
 allocator = BuddyAllocator(64)
@@ -92,7 +92,7 @@ print("starts", starts)
 
 # %% [markdown]
 # **Question 2.** In a memory of 64 slots, 16 requests of 4 slots each fill everything. Then every second one finishes:
-# 32 slots are free. What is the largest count that can be allocated?
+# 32 slots are free. What is the largest number of slots that can be allocated?
 
 # %%
 largest_count = None
@@ -107,8 +107,8 @@ nb.check(largest_count, allocator.largest_free)
 # %% [markdown]
 # ## 3. What a policy asks for, and what it gets
 #
-# The same 20,000 chats under three policies. *Asked* is the result of `reservation`, *run* is its length after the
-# buddy allocator's rounding, *tokens* is the final number of tokens.
+# The table compares three policies on the same 20,000 chats. *Asked* is the result of `reservation`, *run* is the
+# length of the run after the buddy allocator's rounding, and *tokens* is the final number of tokens.
 
 # %%
 from minicache.memory.reservation import reservation
@@ -130,8 +130,8 @@ print("\n".join(lines))
 # Even at the end, when all of its tokens are there, an average request fills only a part of its run. During generation
 # it fills less.
 #
-# **Question 3.** A prompt of 300 tokens, an answer of 213, `oracle`. The request asks for 513 slots. How many slots of
-# its run will never hold a token?
+# **Question 3.** Under `oracle`, a request with a prompt of 300 tokens and an answer of 213 asks for 513 slots. How
+# many slots of its run will never hold a token?
 
 # %%
 never_used = None
@@ -146,9 +146,9 @@ nb.check(never_used, memory.memory_use().internal)
 # %% [markdown]
 # ## 4. A server
 #
-# The numbers of the first picture: ten minutes of ShareGPT at 2 requests a second, from the memory of an A100 with
-# OPT-13B. A step takes 45 ms. `MemorySimulation` admits in arrival order and gives every running request a token per
-# step. The first two minutes fill the memory and do not count.
+# These are the numbers of the first picture: ten minutes of ShareGPT's chats at 2 requests a second, in the memory of
+# an A100 with OPT-13B. A step takes 45 ms. `MemorySimulation` admits in arrival order and gives every running request a
+# token per step. The first two minutes fill the memory and do not count.
 
 # %%
 print(f"{'':8}" + "".join(f"{name:>10}" for name in (*nb.PARTS, "requests")))
@@ -158,8 +158,8 @@ for policy, samples in runs.items():
     print(f"{policy:8}{percents}{sum(running) / len(running):10.1f}")
 
 # %% [markdown]
-# The paper's numbers for *used* are 20.4, 26.8, 38.2 and 96.3. [The theory](further/03-a-whole-server.md) explains
-# where ours differ and why; above all, ten minutes at 2 requests a second do not fill a paged memory.
+# In the PagedAttention paper, *used* is 20.4, 26.8, 38.2 and 96.3 %. [A whole server](further/03-a-whole-server.md)
+# explains where ours differ and why; above all, ten minutes at 2 requests a second do not fill a paged memory.
 #
 # **Question 4.** `max` serves at most 7 requests at once. Why 7? And how many slots can it never use, for any workload?
 # (Both follow from 15,728 and 2,048.)
@@ -217,8 +217,8 @@ nb.check(best_possible, round(100 * oracle["used"] / (oracle["used"] + oracle["r
 # ## 7. Another workload
 #
 # Azure's conversations have longer prompts and shorter answers; its code completions have much longer prompts and very
-# short answers. Which policy gains, and why? (The limit is 16,384 tokens here, and the memory eight times as large, to
-# let `max` serve seven requests again.)
+# short answers. Which policy gains, and why? (For both the limit is 16,384 tokens, and the memory is eight times as
+# large, to let `max` serve seven requests again.)
 
 # %% alt="Bars of the share of used slots for three workloads and four policies. Oracle uses 43 to 54 per cent, paged nearly all. Max falls to 5 and 11 per cent where the limit is 16,384."
 from dataclasses import replace
@@ -245,8 +245,8 @@ nb.groups(
 # later, and `oracle` uses more; what it still loses is rounding and holes. `pow2` does as well on code, because a wrong
 # estimate for 28 tokens of answer costs little. `max` suffers most: the limit is far above what requests need.
 #
-# What would help all of them, on every workload? Not a better estimate. [Phase 3](../phase-03-paged-cache/index.md)
-# allocates one block at a time, anywhere.
+# What would help all of them, on every workload? A better estimate is not enough. [Phase
+# 3](../phase-03-paged-cache/index.md) allocates one block at a time, anywhere.
 #
 # ## Your experiment: a workload that `max` likes
 #
@@ -255,7 +255,7 @@ nb.groups(
 # Choose the mean and the spread of prompts and answers and the model's limit. **Write down the percentage used under
 # each of the four policies**, then run the cell. Then change one number at a time until `max` uses more than 80 %.
 
-# %% alt="Four stacked bars of shares of memory for your workload: with prompts of 100 tokens and answers of 100, both of small spread, and a limit of 2,048, max uses a few per cent and paging most."
+# %% alt="Four stacked bars of shares of memory for your workload: with prompts of 100 tokens and answers of 100, both of small spread, and a limit of 2,048, max uses 7 per cent, pow2 and oracle nearly 60 and paging 95."
 from minicache.simulator.workload import LengthDistribution, Workload
 
 YOUR_LIMIT = 2048
@@ -271,6 +271,5 @@ for policy, predicted in YOUR_PREDICTION.items():
 
 # %% [markdown]
 # **What to look for.** `max` wastes the part of the limit that a request does not need, so requests must come close to
-# it; and a slot is used only from the step that fills it, so the prompt must be long and the answer short. Both
-# together: a limit just above prompt + answer, a spread near 0. Paging does well there too, and on every other
-# workload.
+# it; and a slot is used only from the step that fills it, so the prompt must be long and the answer short. Both hold
+# with a limit just above prompt + answer and a spread near 0. Paging does well there too, and on every other workload.

@@ -57,9 +57,9 @@ nb.check(bytes_taken_and_empty, paged.nbytes_allocated - paged.nbytes_used)
 # %% [markdown]
 # ## 2. One pool, many sequences
 #
-# A pool of 512 blocks of 16 tokens, 8,192 in total. A sequence is admitted when its prompt fits and one spare block is left
-# for each running sequence. Its final length is not known in advance. Each step gives every sequence one token. If the
-# pool has too few blocks, the newest sequence goes back to the queue (phase 6 does this properly).
+# The pool has 512 blocks of 16 tokens, 8,192 tokens in total. A sequence is admitted when its prompt fits and one spare
+# block is left for each running sequence. Its final length is not known in advance. Each step gives every sequence one
+# token. If the pool has too few blocks, the newest sequence goes back to the queue (phase 6 does this properly).
 
 # %%
 import random
@@ -150,7 +150,7 @@ names = ("other blocks that are free", "allocations until it is used again")
 nb.lines(range(1, 64), curves, *names, roles=("generated", "wasted"), marks=False)
 
 # %% [markdown]
-# How fast is the pool? One block allocated and freed, many times:
+# How fast is the pool? The next cell allocates and frees one block many times:
 
 
 # %%
@@ -168,8 +168,8 @@ print(f"{100_000 / milliseconds / 1e3:.2f} million pairs of allocate and free in
 # %% [markdown]
 # ## 4. Block size and memory access
 #
-# The same 4,096 KV entries of one layer of Llama-3-8B (8 KV heads of 128, float32), gathered from blocks of 1 to 256 in
-# random order.
+# The next cell gathers the same 4,096 keys of one layer of Llama-3-8B (8 KV heads of 128 numbers, float32) from blocks
+# of 1 to 256 tokens in random order.
 
 # %% alt="Milliseconds to gather 4,096 rows against block size from 1 to 256, the sizes on a logarithmic axis: the curve falls to about half from blocks of one row to blocks of 16, and is nearly flat from there."
 from minicache import kernels
@@ -187,11 +187,11 @@ for size in (1, 16, 256):
     print(f"blocks of {size}: {milliseconds[size]:.2f} ms")
 
 # %% [markdown]
-# A block of 16 entries is 64 KiB, enough for the copy to run at full speed. Larger blocks do not make reading faster; they
-# make the tables shorter and cheaper to fill.
+# The keys of a block of 16 take 64 KiB, enough for the copy to run at full speed. Larger blocks do not make reading
+# faster; they make the tables shorter and cheaper to fill.
 #
-# **Question 3.** 64 sequences of 4,096 tokens: how many entries do their block tables have in all, with blocks of 1 and
-# of 16?
+# **Question 3.** There are 64 sequences of 4,096 tokens. How many entries do their block tables have in all, with
+# blocks of 1 and of 16?
 
 # %%
 entries_with_1 = None
@@ -204,7 +204,8 @@ nb.check(entries_with_16, 64 * blocks_for(4096, 16))
 # %% [markdown]
 # ## 5. Methods of attention
 #
-# 32 sequences of 64 to 1,024 tokens, one new query each; 8 query heads, 2 KV heads, d = 64, blocks of 16.
+# The batch has 32 sequences of 64 to 1,024 tokens, with one new query each; there are 8 query heads and 2 KV heads,
+# with d = 64 and blocks of 16.
 
 # %%
 NUM_SEQUENCES, HEADS, KV_HEADS, HEAD_DIM = 32, 8, 2, 64
@@ -224,8 +225,8 @@ padded_tables = [table.block_ids + [0] * (width - len(table.block_ids)) for tabl
 block_tables, context_lens = torch.tensor(padded_tables), torch.tensor(lengths)
 
 # %% [markdown]
-# The first three methods: the same keys and values without paging, sequence by sequence; `paged_decode_attention`, the
-# function of task 7; and a padded gather with a mask.
+# These are the first three methods: the same keys and values without paging, sequence by sequence;
+# `paged_decode_attention`, the function of task 7; and a padded gather with a mask.
 
 # %%
 import torch.nn.functional as F
@@ -315,8 +316,8 @@ nb.check(rows_of_tokens, sum(lengths))
 # %% [markdown]
 # ## 6. The ragged step
 #
-# Three texts of different length, one model, one forward pass a step: first three prefills, then three decodes. Each text
-# must get the same tokens as alone.
+# The model processes three texts of different length in one forward pass a step: first three prefills, then three
+# decodes. Each text must get the same tokens as alone.
 
 # %%
 from minicache.cache.paged import PagedStorage, RaggedStep
@@ -359,8 +360,8 @@ nb.check(query_start_loc, step.query_start_loc.tolist())
 # %% [markdown]
 # ## 7. Four answers to one prompt
 #
-# A prompt of 32 tokens in two full blocks. Four answers of 20 tokens each, first with four separate caches, then with
-# forks.
+# A prompt of 32 tokens fills two blocks. The model generates four answers of 20 tokens each, first with four separate
+# caches, then with forks.
 #
 # **Question 6.** How many blocks of 16 are in use at the end, without and with sharing?
 
@@ -404,8 +405,8 @@ nb.check(blocks_without_sharing, blocks_in_use(share=False))
 nb.check(blocks_with_sharing, blocks_in_use(share=True))
 
 # %% [markdown]
-# The prompt's two blocks were computed once and stored once. With a prompt of 40 tokens the third block would be
-# unfinished, and the forks could not append. Phase 8 solves this with copy-on-write.
+# With forks, the prompt's two blocks were computed once and stored once. With a prompt of 40 tokens the third block
+# would be unfinished, and the forks could not append. Phase 8 solves this with copy-on-write.
 #
 # ## Your experiment: which block size?
 #

@@ -83,7 +83,7 @@ nb.check(num_programs, len(loads))
 nb.check(num_masked_lanes, sum(int(access.masked.sum()) for access in loads))
 
 # %% [markdown]
-# The same kernel without the mask on its load: on a GPU this reads other tensors' memory.
+# Now the same kernel runs without the mask on its load. On a GPU it would read other tensors' memory.
 
 
 # %%
@@ -104,7 +104,7 @@ except MemoryAccessError as error:
     print(error)
 
 # %% [markdown]
-# The interpreter's worst trap: bfloat16 arithmetic is silently wrong. Upcast right after the load.
+# The interpreter's worst trap is bfloat16 arithmetic, which is silently wrong. Upcast to fp32 right after the load.
 
 
 # %%
@@ -138,7 +138,7 @@ with trace(k_cache=k_cache) as log:
 print(log.draw("k_cache", "store"))
 
 # %% [markdown]
-# **Question 2.** Blocks of 16, block table (5, 1, 3). Which slot holds the token at position 37?
+# **Question 2.** Blocks have 16 slots, and the block table is (5, 1, 3). Which slot holds the token at position 37?
 
 # %%
 slot_of_37 = None
@@ -154,7 +154,8 @@ nb.check(slot_of_37, int(gathered[37].item()))
 # %% [markdown]
 # ## 3. Gather: two dependent loads
 #
-# 130 tokens in blocks of 16, in tiles of 64. Each line is a program, each column a slot of the cache; blue ones are loaded.
+# There are 130 tokens in blocks of 16, gathered in tiles of 64. Each line is a program, each column a slot of the
+# cache; blue ones are loaded.
 
 # %% alt="Three lines over the 160 slots of ten blocks. The first program loads four whole blocks, the second four others, the third the first two slots of one more block; no block is loaded twice."
 cache, table = torch.zeros(10, 16, 1, 8), torch.tensor([5, 1, 8, 3, 0, 9, 2, 7, 4])
@@ -179,7 +180,8 @@ nb.check(bytes_with_gather, 3 * rows_of_one_layer)  # read, written, read again
 # %% [markdown]
 # ## 4. The softmax in one pass
 #
-# Five tokens with scores 0, ln 2, ln 4, 0, ln 8 and values 16, 0, 4, 16, 2. The attention output is 64 / 16 = 4. Tile by tile:
+# Five tokens have the scores 0, ln 2, ln 4, 0, ln 8 and the values 16, 0, 4, 16, 2. Their attention output, 64 / 16 =
+# 4, is computed tile by tile in the next cell:
 
 
 # %%
@@ -219,8 +221,8 @@ nb.lines(sizes, results, "tokens in a tile", "result", **look)
 print("without:", [round(result, 3) for result in results["without"]])
 
 # %% [markdown]
-# Without the rescale every tile size gives a different, plausible number. Now the kernel, with the same five tokens in
-# scattered blocks of two, and NaN in the unused slot.
+# Without the rescale every tile size gives a different, plausible number. Now the kernel runs with the same five tokens
+# in scattered blocks of two, and NaN in the unused slot.
 
 # %%
 from minicache_course.kernels.tracer import unused_rows
@@ -255,8 +257,8 @@ nb.check(with_alibi, round(got[0, 0, 0].item(), 4))
 # %% [markdown]
 # ## 5. Tiles over blocks
 #
-# Back to the first plot: 37 tokens in blocks of 8. With 256 fp32 numbers per key a tile has 16 tokens, and so covers two
-# blocks. The third tile has five tokens left; its other lanes are masked.
+# Here are the 37 tokens of the first plot again, in blocks of 8. With 256 fp32 numbers per key a tile has 16 tokens,
+# and so covers two blocks. The third tile has five tokens left; its other lanes are masked.
 
 # %%
 print("slots loaded by each tile:", [len(rows) for rows in tiles])
@@ -265,7 +267,7 @@ assert sum(map(len, tiles)) == len(set().union(*tiles)) == 37, "each slot once, 
 # %% [markdown]
 # ## 6. Split-KV
 #
-# The same result, in splits: only the last bits differ.
+# Splits give the same result; only the last bits differ.
 
 # %%
 long = (torch.randn(1, 2, 256), torch.randn(9, 8, 1, 256), torch.randn(9, 8, 1, 256))
@@ -276,7 +278,7 @@ for num_splits in (2, 3, 8):
     print(f"{num_splits} splits: largest difference {(cut - whole).abs().max().item():.1e}")
 
 # %% [markdown]
-# **Question 5.** 70 tokens, 16 in a tile, 8 splits of whole tiles. How many of the splits are empty?
+# **Question 5.** There are 70 tokens, 16 in a tile, and 8 splits of whole tiles. How many of the splits are empty?
 
 # %%
 num_empty_splits = None
@@ -289,8 +291,8 @@ nb.check(num_empty_splits, 8 - len({load.program for load in loads_of(log, "k_ca
 # %% [markdown]
 # ## 7. Prefill: three sequences in one launch
 #
-# A has 6 new tokens after 31 cached ones, B one after 19, C a whole prompt of 18. With eight query heads per KV head, four
-# queries make a tile. How many keys does each tile load?
+# Sequence A has 6 new tokens after 31 cached ones, B has one after 19, and C has a whole prompt of 18. With eight query
+# heads per KV head, four queries make a tile. How many keys does each tile load?
 
 # %% alt="Bars for the eight tiles with queries: A's two load 35 and 37 keys, B's one loads 20, C's five load 4, 8, 12, 16 and 18: a staircase."
 from minicache.kernels import paged_prefill_attention
@@ -322,7 +324,7 @@ nb.check(num_launched, len(launched))  # each looks up its sequence: even an idl
 # %% [markdown]
 # ## 8. Precision
 #
-# The error against the same attention in float64, for the kernel and for PyTorch in the same dtype.
+# Here are the errors of the kernel and of PyTorch in the same dtype, against the same attention in float64.
 
 # %%
 tables, lengths = torch.tensor([[2, 0, 3]]), torch.tensor([45])
@@ -339,8 +341,8 @@ for dtype in (torch.float32, torch.float16, torch.bfloat16):
 # %% [markdown]
 # ## 9. One byte per number
 #
-# A vector, what the kernel stores, and what is read back. The last number is far smaller than the others: in int8 its step is
-# set by the largest one, in e4m3 by its own magnitude.
+# Here are a vector, what the kernel stores of it, and what is read back. The last number is far smaller than the
+# others: in int8 its step is set by the largest one, in e4m3 by its own magnitude.
 
 # %%
 row = torch.tensor([[[0.5, -1.27, 0.3, 0.013]]])
@@ -355,9 +357,9 @@ for dtype in (torch.int8, torch.float8_e4m3fn):
     print(f"{'':20} read back {back}")
 
 # %% [markdown]
-# How large is the error, relative to the numbers? The next cell rounds 256 rows of 128 normally distributed numbers to integers
-# of 2 to 8 bits and to e4m3, with a scale per row, and then the same rows with one outlier thirty times as large, which the
-# error leaves out.
+# How large is the error, relative to the numbers? The next cell rounds 256 rows of 128 normally distributed numbers to
+# integers of 2 to 8 bits and to e4m3, with a scale per row, and then the same rows with one outlier of thirty standard
+# deviations, which the error leaves out.
 
 # %%
 normal = torch.randn(256, 128)
@@ -403,8 +405,8 @@ nb.check(bytes_a_token, 32 * 2 * (k_cache.nbytes + k_scale.nbytes))
 # %% [markdown]
 # ## 10. Weights of few bits
 #
-# The bytes of an output's first group, what they are read as, and the loads of a linear layer of 40 outputs over 160 inputs,
-# which is five groups: a program takes 32 outputs, and four groups in each iteration.
+# Here are the bytes of an output's first group, what they are read as, and the loads of a linear layer of 40 outputs
+# over 160 inputs, which are five groups: a program takes 32 outputs, and four groups in each iteration.
 
 # %%
 from minicache.kernels import linear
@@ -424,9 +426,9 @@ for load in loads_of(log, "numbers"):
     print(f"program {load.program[0]}: {int((~load.masked).sum())} bytes")
 
 # %% [markdown]
-# How many values a number may have decides the error, and so does how many weights share a scale: with more of them the largest
-# is further from the others. Normally distributed weights, 512 to an output, rounded between the smallest and the largest of
-# each group.
+# How many values a number may have decides the error, and so does how many weights share a scale: the more weights
+# share one, the further the largest is from the others. The next cell rounds normally distributed weights, 512 to an
+# output, between the smallest and the largest of each group.
 
 # %% alt="Error against weights that share a scale, 8 to 512, both axes logarithmic: three lines, for 3, 4 and 8 bits, each a little higher from left to right. In four bits the error grows from 0.05 for groups of 8 to 0.12 for groups of 512."
 weights = torch.randn(64, 512)
@@ -449,8 +451,8 @@ labels = "weights that share a scale", "error / size of the weights"
 nb.lines(sizes, by_size, *labels, doubling=True, yscale="log")
 
 # %% [markdown]
-# **Question 8.** A scale and a minimum have 16 bits each. How many bits does a weight take in four bits and groups of 16, all
-# included?
+# **Question 8.** A scale and a minimum have 16 bits each. How many bits does a weight take with four bits and groups of
+# 16, all included?
 
 # %%
 bits_a_weight = None
@@ -461,9 +463,9 @@ nb.check(bits_a_weight, 4 + 32 / 16)
 # %% [markdown]
 # ## 11. Bytes
 #
-# Decode is memory-bound, so the bytes that a kernel requests predict its time. A formula predicts the bytes of each rung of the
-# ladder; the tracer counts what it loads and stores. One sequence of 64 tokens, 4 query heads per KV head. The ladder is in
-# `benchmarks/`, so this needs a clone of the repository.
+# Decode is memory-bound, so the bytes that a kernel requests predict its time. A formula predicts the bytes of each
+# rung of the ladder; the tracer counts what each loads and stores. Here is one sequence of 64 tokens, with 4 query
+# heads per KV head. The ladder is in `benchmarks/`, so this needs a clone of the repository.
 
 # %%
 import sys
@@ -498,8 +500,8 @@ if clone:
     nb.bars(counted, "bytes")
 
 # %% [markdown]
-# **Question 9.** With 8 query heads per KV head instead of 4, how many times as many KV entries would the first rungs read as the
-# others?
+# **Question 9.** With 8 query heads per KV head instead of 4, how many KV entries would the first two rungs read for
+# each one that the others read?
 
 # %%
 factor = None
@@ -508,8 +510,8 @@ factor = None
 nb.check(factor, 8)  # each query head reads for itself
 
 # %% [markdown]
-# The page *The ladder* predicts the times of these kernels on a GPU. `make gpu` measures them, and `notebooks/colab/gpu.ipynb`
-# does so on a borrowed GPU:
+# The page *The ladder* predicts the times of these kernels on a GPU. `make gpu` measures them, and
+# `notebooks/colab/gpu.ipynb` does so on a borrowed GPU. The next cell prints what they have measured.
 
 # %%
 import json
@@ -532,7 +534,7 @@ if not results:
 # Choose a length; a tile has 16 tokens. **Write down the smallest number of splits that makes the longest part as short as
 # possible**, then run the cell. Is every larger number as good? Is there a number that is no better than a smaller one?
 
-# %% alt="Keys loaded by the longest split against the number of splits from 1 to 16, for 200 tokens. It falls in steps from 200 to 16; tokens divided by splits, a smooth curve, is below it."
+# %% alt="Keys loaded by the longest split against the number of splits from 1 to 16, for 200 tokens. It falls in steps from 200 to 16; tokens divided by splits, a smooth curve, starts with it and is never above it."
 YOUR_NUM_TOKENS = 200
 YOUR_PREDICTION = None
 
@@ -554,6 +556,6 @@ best = splits[longest.index(min(longest))]
 print(f"no shorter than with {best} splits; you predicted {YOUR_PREDICTION}")
 
 # %% [markdown]
-# **What to look for.** A split has whole tiles, so the longest has ⌈tiles / splits⌉ of them: 9 splits of 13 tiles are no better
-# than 7. The cost of each split does not show here: its partial result is written, read again and merged. A real launch also
-# has other sequences to fill the GPU; `num_splits=None` leaves the choice to `choose_num_splits`.
+# **What to look for.** A split has whole tiles, so the longest has ⌈tiles / splits⌉ of them: with 13 tiles, 9 splits
+# are no better than 7. The cost of each split does not show here: its partial result is written, read again and merged.
+# A real launch also has other sequences to fill the GPU; `num_splits=None` leaves the choice to `choose_num_splits`.

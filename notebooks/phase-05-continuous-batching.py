@@ -59,10 +59,10 @@ nb.check(continuous_steps_with_two_slots, run("continuous", SIX, max_num_seqs=2)
 # %% [markdown]
 # ## 2. The share that a batch uses
 #
-# Static batching uses mean / longest of its slots. Here are 256 answers with the length distribution of chats, all waiting
-# from the start, with a growing number of slots.
+# Static batching uses the fraction mean length / longest length of its slots. Here are 256 answers with the length
+# distribution of chats, all waiting from the start, with a growing number of slots.
 
-# %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to about 25. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end."
+# %% alt="Share of the slots used against the number of slots, from 1 to 64. Static batching falls from 100 per cent to about 25. Continuous batching stays close to 100 per cent until the slots are so many that a few long answers are left at the end: 82 with 32 slots, 68 with 64."
 from dataclasses import replace
 
 from minicache.simulator.workload import ALPACA, LengthDistribution, generate
@@ -99,10 +99,10 @@ nb.check(smallest_number_of_steps, -(-total // 32))
 # %% [markdown]
 # ## 3. A rising load
 #
-# Poisson arrivals on eight slots. Up to which rate does a server keep up? Latency is counted in steps, from arrival to the
-# last token, averaged over 250 requests.
+# Requests arrive at eight slots as a Poisson process. Up to which rate does a server keep up? Latency is counted in
+# steps, from arrival to the last token, averaged over 250 requests.
 
-# %% alt="Mean latency in steps against the arrival rate. Static batching rises steeply from a rate of about 0.1 requests a step on, continuous batching only beyond 0.2."
+# %% alt="Mean latency in steps against the arrival rate. Static batching rises steeply from a rate of about 0.05 requests a step on and leaves the picture, at 400 steps, before 0.15; continuous batching rises only from about 0.2 on and reaches 200 at 0.3."
 rates = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3]
 
 
@@ -194,7 +194,8 @@ print("Alone, in static batches, in continuous ones: the same tokens for all 32.
 # %% [markdown]
 # ## 5. How many slots?
 #
-# The same 32 requests with 1 to 32 slots. With more slots there are fewer steps, and each is slower. By how much?
+# Now the same 32 requests are served with 1, 2, 4, 8, 16 and 32 slots. With more slots there are fewer steps, and each
+# is slower. By how much?
 
 # %% alt="Two plots against the number of slots, from 1 to 32. Left: tokens a second rise steeply at first and then flatten. Right: milliseconds of a step of decodes rise slowly, far less than in proportion to the slots."
 counts = [1, 2, 4, 8, 16, 32]
@@ -218,8 +219,8 @@ for count, throughput, duration in zip(counts, throughputs, milliseconds):
     )
 
 # %% [markdown]
-# Where both curves bend depends on your machine. MiniGPT is so small that a step is mostly call overhead, which a batch
-# shares; in a large model it is mostly reading weights, which a batch also shares.
+# Where the two curves bend depends on your machine. MiniGPT is so small that a step is mostly call overhead, which a
+# batch shares; in a large model it is mostly reading weights, which a batch also shares.
 #
 # **Question 5.** With one slot, how many steps do the 32 requests take?
 
@@ -232,9 +233,10 @@ nb.check(steps_with_one_slot, sum(outputs))
 # %% [markdown]
 # ## 6. The distribution of the next token
 #
-# MiniGPT's distribution after "Every day they", and what each parameter keeps of it. Change the numbers and look.
+# This is MiniGPT's distribution after "Every day they", and what each parameter keeps of it. Change the numbers and
+# look.
 
-# %% alt="Four bar charts of the probabilities of twelve words after Every day they: at temperature 1, with temperature 0.7, with top_k 4, with top_p 0.8. The cut ones have fewer bars, and those that are left are longer."
+# %% alt="Four bar charts of the probabilities of the twelve most probable words after 'Every day they'. The first word has 0.47 at temperature 1, 0.71 at temperature 0.7, 0.68 with top_k 4 and 0.58 with top_p 0.8. With top_k 4 only four bars are left; top_p 0.8 keeps all twelve, and one more word."
 from minicache.engine.sampling import TokenSampler
 
 with torch.inference_mode():
@@ -266,9 +268,9 @@ difference = left_at[2.0] - left_at[1.0]
 nb.check(words_at_temperature_2, "more" if difference > 0 else "fewer" if difference else "as many")
 
 # %% [markdown]
-# Does the sampler draw with these probabilities? Compare with 5,000 draws.
+# Does the sampler draw with the probabilities of `top_p=0.8`? Compare them with 5,000 draws.
 
-# %% alt="For eight words, two bars side by side: the percentage of 5,000 draws, and 100 times the probability. They agree."
+# %% alt="For eight words, two bars side by side: the percentage of 5,000 draws, and 100 times the probability. They agree to about a point."
 from collections import Counter
 
 sampler = TokenSampler(SamplingParams(temperature=1.0, top_p=0.8, seed=0))
@@ -285,7 +287,7 @@ assert not any(drawn[token] for token in ruled_out)
 # %% [markdown]
 # ## 7. A seed, alone and in a batch
 #
-# One request with a seed: alone, and among 15 others that sample too, in the first batch slot and in the last.
+# One request with a seed runs alone, and then among 15 others that sample too, in the first batch slot and in the last.
 
 # %%
 mine = SamplingParams(max_tokens=40, temperature=1.0, top_p=0.95, seed=7)
@@ -299,8 +301,8 @@ assert alone.token_ids == first.token_ids == last.token_ids
 print("The same, alone and in a batch.")
 
 # %% [markdown]
-# **Question 7.** The request's generator advances once for each of its tokens. The 15 others draw 10, 13, 16, …, 52 tokens
-# at most. How often do they advance *its* generator?
+# **Question 7.** The request's generator advances once for each of its tokens. The 15 others draw 10, 13, 16, …, 52
+# tokens at most. How often do they advance the generator of *this* request?
 
 # %%
 draws_by_others = None
@@ -311,8 +313,8 @@ nb.check(draws_by_others, 0)
 # %% [markdown]
 # ## 8. In a trace viewer
 #
-# The run of section 4 in Chrome's trace format. Open the file at https://ui.perfetto.dev: it has a track for each request,
-# a slice for each step, and counters below. The wide slices are steps with prompts.
+# Here is the continuous run of section 4 in Chrome's trace format. Open the file at https://ui.perfetto.dev: it has a
+# track for each request, a slice for each step, and counters below. The wide slices are steps with prompts.
 
 # %%
 import json
@@ -332,8 +334,8 @@ print(f"slowest step after the first: {milliseconds:.1f} ms for {slowest.num_tok
 # %% [markdown]
 # ## 9. On a real model
 #
-# Twelve questions for SmolLM2-135M-Instruct, and four slots. The model ends its answers itself, so their lengths are
-# not known in advance. Which stage takes fewer steps, and how much of that is left in seconds?
+# SmolLM2-135M-Instruct answers twelve questions in four slots. The model ends its answers itself, so their lengths are
+# not known in advance. Which stage takes fewer steps, and how much of that advantage is left in seconds?
 
 # %%
 real_model = nb.real_model()
@@ -357,9 +359,10 @@ if real_model is not None:
 # %% [markdown]
 # ## Your experiment: how bad can static batching get?
 #
-# With the six requests of the first figure, static batching takes 14 steps and continuous batching 11. Find six requests
-# of at most 8 tokens each, for three slots, with the largest possible ratio. **Draw both grids on paper and write down
-# their steps first**. Then find six for which both stages run the same steps.
+# With the six requests of the first figure, static batching takes 14 steps and continuous batching 11. Find six
+# requests of at most 8 tokens each, for three slots, with the largest possible ratio of the two numbers of steps.
+# **Draw both grids on paper and write down their steps first**. Then find six for which both stages take equally many
+# steps.
 
 # %% alt="Two grids of your six requests against steps, for static and continuous batching, with the number of steps of each above it."
 YOUR_SIX = {"A": (4, 8), "B": (3, 7), "C": (2, 6), "D": (5, 5), "E": (3, 4), "F": (2, 3)}

@@ -89,7 +89,8 @@ nb.check(step_of_preemption, preempts[0])
 # %% [markdown]
 # ## 2. Pressure
 #
-# Back to the first picture. How many blocks do the forty requests use at their peak, and what happens with half of them?
+# Look at the first picture again. How many blocks do the forty requests use at their peak, and what happens with half
+# of them?
 
 # %%
 print(f"peak: {peak} blocks of 16")
@@ -327,8 +328,8 @@ for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheW
 # %% [markdown]
 # Most of these schedulers finish all requests, and the bug would have gone unnoticed.
 #
-# **Question 6.** `KeepsItsRows` on the two requests of part 1: how many tokens of prefill are missing, compared with
-# the right scheduler?
+# **Question 6.** When `KeepsItsRows` serves the two requests of part 1, how many tokens of prefill are missing,
+# compared with the right scheduler?
 
 # %%
 missing_tokens = None

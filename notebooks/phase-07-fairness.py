@@ -77,8 +77,8 @@ nb.check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # ## 2. Which test exposes which bug?
 #
 # Each of the eight `expose` functions runs on each of the eight broken schedulers. On the scheduler with its bug it
-# must fail. And on the others? Some pairs do not apply: only one engine can fork a request, and those based on phase
-# 6's scheduler refuse the impossible request of incident 5 at once.
+# must fail. And on the others? Some pairs do not apply: only one of the schedulers can fork a request, and those based
+# on phase 6's scheduler refuse the impossible request of incident 5 at once.
 
 # %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All other pairs are passed, except in row 8, where only the test's own scheduler can be asked, and in row 5, where schedulers 2, 3, 6 and 8 cannot."
 import importlib
@@ -298,7 +298,7 @@ class Waits(Observer):
         self.step += 1
 
 
-# %% alt="Mean steps until admission against the bound, from 1 to 256. The requests of low priority wait longer with a larger bound: 17 steps at 1, 240 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
+# %% alt="Mean steps until admission against the bound, from 1 to 256. The requests of low priority wait longer with a larger bound: 17 steps at 1, 241 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
 import random
 
 from minicache.scheduler import fair

@@ -233,7 +233,7 @@ nb.check(tokens_of_319, counts.num_tokens)
 # %% [markdown]
 # ## 4. How large must the cache be?
 #
-# Back to the first picture. A step takes 20 ms, whatever is in it.
+# Look at the first picture again. A step takes 20 ms, whatever is in it.
 
 # %%
 print(", ".join(f"{size}: {rate:.0f} %" for size, rate in zip(SIZES, rates[""])))

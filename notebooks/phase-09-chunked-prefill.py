@@ -75,7 +75,7 @@ nb.check(ms_of_8192, round(round(milliseconds[-1]), -1))
 # %% [markdown]
 # ## 2. The stall
 #
-# Back to the first picture. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
+# Look at the first picture again. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
 
 # %%
 for name, each in itl.items():
@@ -86,7 +86,7 @@ for name, each in itl.items():
 # instead of stopping.
 #
 # **Question 2.** The budget is 512, the prompt has 8,000 tokens, and 32 requests are in decode all the time. In how
-# many steps is the prompt computed? (Not in ⌈8,000 / 512⌉.)
+# many steps is the prompt computed? (It is not in ⌈8,000 / 512⌉.)
 
 # %%
 num_steps_of_the_prompt = None
@@ -97,8 +97,8 @@ nb.check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 # %% [markdown]
 # ## 3. Chunk by chunk
 #
-# With three prompts of 800 tokens and a budget of 1,024, the cell draws the tokens of each that are computed in each
-# step. Change the numbers, and predict the splits before you run the cell.
+# With three prompts of 800 tokens and a budget of 1,024, the cell prints how many tokens of each prompt are computed in
+# each step. Change the numbers, and predict the splits before you run the cell.
 
 
 # %%
@@ -284,9 +284,9 @@ nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 # %% [markdown]
 # ## 7. In the engine
 #
-# MiniGPT gets a prompt, answers, and gets the same prompt again. The drafter proposes tokens from the text; each step
-# verifies them and yields one more token. Each of the first twelve lines is a step: how many of the draft tokens were
-# accepted, then these tokens, and after the bar the rejected ones.
+# MiniGPT answers a prompt; then it gets this prompt, its answer, and this prompt again as one new prompt. The drafter
+# proposes tokens from the text; each step verifies them and yields one more token. Each of the first twelve lines is a
+# step: how many of the draft tokens were accepted, then these tokens, and after the bar the rejected ones.
 
 
 # %%

@@ -114,11 +114,11 @@ curves = {name: [mean_seconds(kind(seed=0), age) for age in AGES] for name, kind
 nb.lines(AGES, curves, "age of the board, seconds", "mean seconds", doubling=True, yscale="log")
 
 # %% [markdown]
-# This is the herd: between two updates, "the least busy" is the same replica for every request. Two choices degrade
-# gradually, at worst to one random choice.
+# This is the herd: between two updates, "the least busy" is the same replica for every request. With two choices a
+# request takes longer gradually, at worst as long as with one random choice.
 #
 # **Question 2.** The board is never updated, so all replicas look idle forever. At a load of 0.5, how many seconds does
-# a request take on average by two choices? (A single queue with random gaps and times takes 1 / (1 − load).)
+# a request take on average with two choices? (A single queue with random gaps and times takes 1 / (1 − load).)
 
 # %%
 never_updated = None
@@ -176,9 +176,9 @@ ttft = {name: 1e3 * report.ttft.p50 for name, report in reports.items()}
 nb.bars(ttft, "first token, ms (median)", ax=right)
 
 # %% [markdown]
-# **Question 3.** By hand: a chat of six turns, with messages of 100 tokens and answers of 200, goes to **three**
-# replicas by round robin. How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens, turn 2 of
-# 400, …)
+# **Question 3.** Calculate by hand: a chat of six turns, with messages of 100 tokens and answers of 200, goes to
+# **three** replicas by round robin. How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens,
+# turn 2 of 400, …)
 
 # %%
 computed_on_three_in_turn = None
@@ -201,8 +201,8 @@ print(f"one replica: {computed('AAAAAA'):,}, of {sum(100 + 300 * turn for turn i
 # %% [markdown]
 # ## 3. One hot prompt
 #
-# Every request begins with the same 512 tokens. Without a bound, all go to the replica that has these tokens. The next
-# cell varies the router's bound, `max_imbalance`, from 0 to none at all, for the same requests.
+# Every request begins with the same 512 tokens. Without a bound, all requests go to the replica that has these tokens.
+# The next cell varies the router's bound, `max_imbalance`, from 0 to none at all, for the same requests.
 
 # %% alt="TTFT p99 against max_imbalance. From 0 to 8 it is about 0.1 seconds, at 32 it is 0.3; without a bound it is 28 seconds. The busiest replica's share grows from a quarter to all requests."
 BOUNDS = {"0": 0, "2": 2, "8": 8, "32": 32, "none": 10**6}
@@ -336,8 +336,8 @@ for name, run in runs.items():
 assert runs["a death"].num_output_tokens == runs["no death"].num_output_tokens
 
 # %% [markdown]
-# Every answer has all of its tokens in both runs; those of the dead replica only came later. The cost of a failure is
-# not the lost work but the load on the other replicas.
+# Every answer has all of its tokens in both runs; those that the dead replica still had to generate only came later.
+# The cost of a failure is not the lost work but the load on the other replicas.
 
 # %% [markdown]
 # ## 6. A day, and a start that takes a minute
@@ -401,7 +401,7 @@ for name, run in days.items():
 
 # %% [markdown]
 # A fleet that stops replicas at once soon has to start them again, and is a minute behind the load all day. Waiting
-# before it stops them costs over a quarter more replica hours, and TTFT p99 is half a second instead of nine.
+# before it stops them costs 29 % more replica hours, and TTFT p99 is half a second instead of nine.
 #
 # **Question 6.** There are three replicas, and `upscale_delay=20`. At the decisions after 0, 10 and 20 seconds, the
 # fleet has 40, 56 and 48 unfinished requests, with a target of 8. How many replicas should there be after the third

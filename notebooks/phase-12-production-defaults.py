@@ -195,8 +195,8 @@ for name, mib in curves.items():
     print(f"{name}: {max(mib):.0f} MiB at most, {mib[-1]:.0f} at the end")
 
 # %% [markdown]
-# A chunk makes every window hold what the chunk's first token sees and the chunk itself. In decode only the four full layers
-# go on growing.
+# A chunk makes every window hold what the chunk's first token sees and the chunk itself. In decode only what the four
+# full layers hold goes on growing.
 #
 # **Question 3.** Gemma 3 4B has 34 layers, 5 of them full; the windows have 1,024 tokens, and a layer stores 4 KiB a token.
 # How many MiB does a request of 8,192 tokens hold, in groups of five layers?
@@ -208,8 +208,8 @@ mib_of_4b = None
 nb.check(mib_of_4b, round(held((None,) + (1024,) * 6, 16 * 4 * 5)[1][-1]))
 
 # %% [markdown]
-# Now prefixes. Three prompts of 4,000 tokens begin with the same 3,000. How many tokens does each compute, if the windows
-# keep only what a prompt's end needs (`retention` 0), or all blocks (None)?
+# The next cell is about prefixes. Three prompts of 4,000 tokens begin with the same 3,000. How many tokens does each
+# compute, if the windows keep only what a prompt's end needs (`retention` 0), or all blocks (None)?
 
 
 # %%
@@ -439,7 +439,7 @@ nb.lines(range(len(answer)), curves, "tokens of the answer so far", "", yscale="
 # Where little is allowed, little is looked at. Inside the name nearly every token is allowed, and has to be
 # listed. The automaton is asked once for each beginning that longer tokens share.
 #
-# **Question 7.** After `"age":` come a space and a number. By hand: how many of the tokens are allowed there?
+# **Question 7.** After `"age":` come a space and a number. Count by hand: how many of the tokens are allowed there?
 
 # %%
 allowed_before_the_number = None
@@ -448,8 +448,9 @@ allowed_before_the_number = None
 nb.check(allowed_before_the_number, allowed[answer.index(" 36")])
 
 # %% [markdown]
-# Now a batch. MiniGPT continues "Yesterday my sister" at temperature 4, in sixteen rows: eight are free, eight are held to
-# its grammar. `SentenceMasks` gives the tokens that the parser would accept next, `mask_rows` rules out the others.
+# The next cells run a batch. MiniGPT continues "Yesterday my sister" at temperature 4, in sixteen rows: eight are free,
+# eight are held to its grammar. `SentenceMasks` gives the tokens that the parser would accept next, `mask_rows` rules
+# out the others.
 
 # %%
 import torch

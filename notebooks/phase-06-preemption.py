@@ -1,11 +1,12 @@
 # %% [markdown]
 # # Phase 6: which request has to go
 #
-# A server admits forty requests, and their answers grow until memory is full. Then some have to give their blocks back and
-# start again. How many, and what does it cost? Below, the same forty requests in a pool that shrinks from their peak to 30 %
-# of it. This notebook first follows single victims, then counts, and at the end an auditor watches broken schedulers.
+# A server admits forty requests, and their answers grow until memory is full. Then some have to give their blocks back
+# and start again. How many, and what does it cost? Below, the same forty requests run in a pool that shrinks from what
+# they use at their peak to 30 % of it. This notebook first follows single victims, then counts preemptions, and at the
+# end an auditor watches broken schedulers.
 
-# %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 and stay near 20; tokens computed again likewise, to 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
+# %% alt="Four panels against the pool's size from 100 to 30 per cent: preemptions rise from 0 to 25 at 70 per cent, then stay between 20 and 23; tokens computed again likewise rise to 3,100, then stay between 2,400 and 3,000; the mean batch falls from 24 to 8; steps rise from 200 to 560."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
@@ -45,8 +46,8 @@ for ax, number in zip(
 # %% [markdown]
 # ## 1. Two requests, ten blocks
 #
-# The case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. The grid shows when each computes; the
-# lines below list the events of each step.
+# This is the case of the theory pages: prompts of 80 tokens, 20 to generate, blocks of 16. The grid shows when each
+# request computes; the lines above it list the events of the steps.
 
 
 # %% alt="Grid of two requests against steps. Both are prefilled in step 0; b loses its blocks, waits until a has finished, is prefilled again and goes on to its last token."
@@ -88,7 +89,8 @@ nb.check(step_of_preemption, preempts[0])
 # %% [markdown]
 # ## 2. Pressure
 #
-# Back to the first picture. How many blocks do the forty requests use at their peak, and what happens with half of them?
+# Look at the first picture again. How many blocks do the forty requests use at their peak, and what happens with half
+# of them?
 
 # %%
 print(f"peak: {peak} blocks of 16")
@@ -102,9 +104,9 @@ print(f" {half.num_steps} steps instead of {runs[0].num_steps}")
 # %% [markdown]
 # Requests that arrive all at once are the hardest case: none finishes while they are admitted.
 #
-# Which requests are preempted? With half of the memory, a bar for each request:
+# Which requests are preempted? The figure has a bar for each request, with half of the memory:
 
-# %% alt="Bars of how often each of forty requests was preempted, by order of arrival, in half of the memory. The first seventeen never; later ones mostly once, one of them four times."
+# %% alt="Bars of how often each of forty requests was preempted, by order of arrival, in half of the memory. The first seventeen never; of the later ones twelve once, two twice, one four times."
 requests = burst()
 serve(requests, num_blocks=peak // 2)
 ax = nb.axes("request, in the order of arrival", "preemptions", height=2.6)
@@ -123,7 +125,8 @@ nb.check(preemptions_of_the_first, requests[0].num_preemptions)
 # %% [markdown]
 # ## 3. Recompute and swap, the same schedule
 #
-# The choice does not change which request runs when. Compare the batches of both, step by step.
+# The choice between recompute and swap does not change which request runs when. The cell compares the batches of both
+# runs, step by step, and counts what each run costs.
 
 # %%
 _, recomputed = serve(burst(), num_blocks=peak // 2)
@@ -135,9 +138,9 @@ for name, run in (("recompute", recomputed), ("swap", swapped)):
     print(f"{name:12}{counts[0]:8,}{counts[1]:11,}{counts[2]:16,}{counts[3]:14,}")
 
 # %% [markdown]
-# A swap space that is too small: victims that do not fit are recomputed.
+# If the swap space is too small, the victims that do not fit are recomputed.
 
-# %% alt="Blocks moved and tokens computed again against the size of the swap space: with no room all is recomputed, with enough room all is moved."
+# %% alt="Tokens' worth of blocks moved, and tokens computed again, against the size of the swap space: with one block all is recomputed, from 80 blocks on all is moved."
 sizes = [1, 5, 10, 20, 40, 60, 80, 120, 160]
 mixed = []
 for size in sizes:
@@ -152,7 +155,8 @@ nb.lines(sizes, curves, "CPU blocks", "tokens", roles=("shared", "generated"), y
 # %% [markdown]
 # ## 4. The watermark
 #
-# **Question 4.** Two requests as in part 1, ten blocks, a watermark of 0.1. How many tokens are prefilled in all?
+# **Question 4.** Take two requests as in part 1, ten blocks, and a watermark of 0.1. How many tokens are prefilled in
+# all?
 
 # %%
 prefilled = None
@@ -160,7 +164,7 @@ prefilled = None
 # %%
 nb.check(prefilled, serve(two(), num_blocks=10, watermark=0.1)[1].num_prefill_tokens)
 
-# %% alt="Two panels against the watermark: preemptions fall steeply to none, the mean step of the first token rises."
+# %% alt="Two panels against the watermark: preemptions fall from 20 to none at 30 per cent; the mean step of the first token rises from 59 to 147 at 40 per cent."
 watermarks = [0, 1, 2, 5, 10, 15, 20, 30, 40]  # per cent
 runs = [serve(burst(), num_blocks=peak // 2, watermark=each / 100)[1] for each in watermarks]
 first = [sum(run.first_token.values()) / len(run.first_token) for run in runs]
@@ -173,8 +177,8 @@ nb.lines(watermarks, {"": first}, "watermark, %", "mean step of the first token"
 # %% [markdown]
 # ## 5. With a model: the same text
 #
-# MiniGPT answers twelve prompts, once with plenty of blocks and once with so few that half of the requests are preempted.
-# The texts must not change, with greedy decoding or with sampling.
+# MiniGPT answers twelve prompts, once with plenty of blocks and once with so few that eight of them are preempted. The
+# texts must not change, with greedy decoding or with sampling.
 
 # %%
 from minicache.engine.llm import LLM
@@ -211,10 +215,10 @@ print(f"\n{prompts[0]} …{alone[0][:120]}")
 # %% [markdown]
 # ## 6. What a copy costs here
 #
-# One sequence of 512 tokens with the shape of MiniGPT's cache: out to the CPU blocks and back, for each block size.
-# Both memories are this machine's, so this measures the work of copying, without a bus.
+# One sequence of 512 tokens, with the shape of MiniGPT's cache, goes out to the CPU blocks and back, for each block
+# size. Both memories are this machine's, so this measures the work of copying, without a bus.
 
-# %% alt="Milliseconds to swap a sequence of 512 tokens out and in against block sizes from 1 to 256: highest at block size 1, falling, then level."
+# %% alt="Milliseconds to swap a sequence of 512 tokens out and in against block sizes from 1 to 256: highest at block size 1, then falling, ever more slowly."
 from minicache.cache.paged import PagedStorage
 from minicache.cache.swap import HostStorage
 from minicache.memory.blocks import BlockPool
@@ -237,8 +241,9 @@ look = {"roles": ["shared"], "doubling": True, "yscale": "log"}
 nb.lines(block_sizes, curve, "tokens a block", "ms, out and in", **look)
 
 # %% [markdown]
-# **Question 5.** OPT-13B takes 819,200 bytes a token. A victim of 1,000 tokens in blocks of 16 is swapped out and in over a
-# bus that moves 25 · 10⁹ bytes a second. How many whole milliseconds do its bytes take, at least? (Whole blocks move.)
+# **Question 5.** The KV cache of OPT-13B takes 819,200 bytes a token. A victim of 1,000 tokens in blocks of 16 is
+# swapped out and in over a bus that moves 25 · 10⁹ bytes a second. How many whole milliseconds do its bytes take, at
+# least? (Whole blocks move.)
 
 # %%
 bus_milliseconds = None
@@ -249,7 +254,7 @@ nb.check(bus_milliseconds, int(1e3 * 2 * -(-1000 // 16) * 16 * 819_200 / 25e9))
 # %% [markdown]
 # ## 7. The auditor at work
 #
-# Five schedulers, each with one bug. How does an unwatched run end, and what does the auditor report?
+# There are five schedulers here, each with one bug. How does an unwatched run end, and what does the auditor report?
 
 
 # %%
@@ -321,10 +326,10 @@ for broken in (KeepsItsRows, TakesOneTooMany, SendsToTheEnd, Leaks, CopiesToTheW
     print(f"{broken.__name__}\n  unwatched: {unwatched}\n  auditor:   {found}")
 
 # %% [markdown]
-# Most of them finish all requests, and the bug would have gone unnoticed.
+# Most of these schedulers finish all requests, and the bug would have gone unnoticed.
 #
-# **Question 6.** `KeepsItsRows` on the two requests of part 1: how many tokens of prefill are missing, compared with
-# the right scheduler?
+# **Question 6.** When `KeepsItsRows` serves the two requests of part 1, how many tokens of prefill are missing,
+# compared with the right scheduler?
 
 # %%
 missing_tokens = None
@@ -345,7 +350,7 @@ nb.check(missing_tokens, right.num_prefill_tokens - wrong.num_prefill_tokens)
 # Choose the pool (per cent of the peak) and the requests. **Write down the watermark that takes the least time**, then
 # run the cell. Then try short prompts with long answers, and long prompts with short answers.
 
-# %% alt="Two panels against the watermark from 0 to 60 per cent, for your pool and your requests: prefill tokens fall to what the prompts have at 10 per cent; the seconds are least there, then rise."
+# %% alt="Two panels against the watermark from 0 to 60 per cent, for your pool and your requests: prefill tokens fall from 12,200 without a watermark almost to the 7,000 of the prompts at 10 per cent, and to exactly those from 20 per cent on; the seconds are least at 10 per cent, then rise."
 YOUR_POOL = 40  # per cent of what the requests want at most
 YOUR_PROMPTS, YOUR_ANSWERS = (20, 200), (20, 200)  # tokens: fewest, most
 YOUR_MS_PER_STEP, YOUR_MS_PER_PREFILL_TOKEN = 10, 0.1  # a decode step, and what a prompt adds
@@ -375,6 +380,6 @@ best = watermarks[seconds.index(min(seconds))]
 print(f"the least time at a watermark of {best} %; you predicted {YOUR_PREDICTION}")
 
 # %% [markdown]
-# **What to look for.** Prefill tokens above those of the prompts are work done twice. They vanish at a watermark that depends
-# on how much a request grows after its admission: long answers need more. Beyond that, a larger watermark only makes the
-# batch smaller and adds steps. How much does a prefilled token have to cost before 20 % is best?
+# **What to look for.** Prefill tokens above those of the prompts are work done twice. This work vanishes at a watermark
+# that depends on how much a request grows after its admission: long answers need more. Beyond that, a larger watermark
+# only makes the batch smaller and adds steps. How much does a prefilled token have to cost before 20 % is best?

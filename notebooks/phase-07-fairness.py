@@ -43,8 +43,9 @@ for incident in INCIDENTS:
     print(f"{incident.number}. {incident.name}")
 
 # %% [markdown]
-# **Question 1.** `Scheduler.check()` compares the books: blocks and references, queues and states. Called after every step,
-# how many of the eight broken schedulers would it catch? (The two that raise another error do not count.)
+# **Question 1.** `Scheduler.check()` compares the books: blocks and references, queues and states. If it is called
+# after every step, how many of the eight broken schedulers would it catch? (The two that raise another error do not
+# count.)
 
 # %%
 caught_by_check = None
@@ -76,10 +77,10 @@ nb.check(caught_by_check, sum(map(fails_check, INCIDENTS)))
 # ## 2. Which test exposes which bug?
 #
 # Each of the eight `expose` functions runs on each of the eight broken schedulers. On the scheduler with its bug it
-# must fail. And on the others? Some pairs do not apply: only one engine can fork a request, and those based on phase
-# 6's scheduler refuse the impossible request of incident 5 at once.
+# must fail. And on the others? Some pairs do not apply: only one of the schedulers can fork a request, and those based
+# on phase 6's scheduler refuse the impossible request of incident 5 at once.
 
-# %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All others are passed, but for row 8, where only its own scheduler can be asked, and row 5, where 2, 3, 6 and 8 cannot."
+# %% alt="A grid of eight tests against eight broken schedulers. The diagonal is all exposed. Test 7 exposes scheduler 4 too. All other pairs are passed, except in row 8, where only the test's own scheduler can be asked, and in row 5, where schedulers 2, 3, 6 and 8 cannot."
 import importlib
 
 from minicache.errors import MinicacheError, RequestTooLargeError
@@ -110,10 +111,11 @@ nb.cells(found, "broken scheduler", "test", rows=names, legend=OUTCOMES)
 #
 # ## 3. The thrash
 #
-# Two requests run, with memory for both. The plot has the prompt tokens that are computed, over the number of tokens to
-# generate: with the bug, right, and by the formula N·P + N(N − 1)/2 + the short prompt.
+# Two requests run, with memory for both. The plot has the prompt tokens that are computed, against the number N of
+# tokens to generate: with the bug, right, and by the formula N·P + N(N − 1)/2 + the short prompt, where P is the length
+# of the long prompt.
 
-# %% alt="Prefill tokens against tokens to generate, from 0 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
+# %% alt="Prefill tokens against tokens to generate, from 10 to 200. With the bug a curve that bends upwards to 44,000, on which the formula's marks lie. Right: flat at 170."
 from minicache.request import Request
 from minicache.scheduler.drive import drive
 from minicache_course.incidents.broken import StarvingScheduler, ThrashScheduler
@@ -140,8 +142,8 @@ nb.lines(sizes, curves, "tokens to generate, each", "prefill tokens", **look)
 # **Question 2.** Two prompts have 200 and 30 tokens, with 50 new tokens each. How many prefill tokens are computed with
 # the bug?
 #
-# **Question 3.** Three requests, with prompts of 30, 20 and 10 tokens, 50 new each. How many steps does it take with
-# the bug?
+# **Question 3.** There are three requests, with prompts of 30, 20 and 10 tokens, and 50 new tokens each. How many steps
+# does it take with the bug?
 
 # %%
 prefill_tokens_with_the_bug = None
@@ -156,8 +158,9 @@ nb.check(steps_with_the_bug, three.num_steps)
 # %% [markdown]
 # ## 4. Starvation, on a clock
 #
-# 12 equal requests run through `LLM` and MiniGPT, with memory for four. Before: incidents 2 and 3 at once. After:
-# `FairScheduler`. The page on starvation has 40 of them; this is a smaller version.
+# 12 equal requests run through `LLM` and MiniGPT, with memory for four. *Before*, the scheduler has the bugs of
+# incidents 2 and 3 at once; *after*, it is `FairScheduler`. The [page on starvation](further/01-starvation.md) has 40
+# requests; this is a smaller version.
 
 # %%
 import statistics
@@ -204,7 +207,7 @@ for name, seconds in curves.items():
     print(f"{name}: mean {statistics.fmean(seconds):.2f} s, slowest {max(seconds):.2f} s")
 
 # %% [markdown]
-# **The tokens are the same**, all of them. A comparison of outputs would have shown nothing.
+# **The tokens are the same** in all answers. A comparison of the answers would have shown nothing.
 
 # %%
 assert [answer.token_ids for answer in before] == [answer.token_ids for answer in after]
@@ -262,9 +265,11 @@ for ax, kind in zip(nb.panels(3, 1, height=5.6, sharex=True), kinds):
 # %% [markdown]
 # ## 6. What a bound costs, and whom
 #
-# One batch slot, requests of 5 tokens. For 700 of every 1,000 steps an urgent one arrives in every fifth step, which fills
-# the slot. Those of low priority arrive at random, one in 100 steps on average. How long do the two kinds wait, for bounds
-# from 1 to 256? (The bound is a constant of the module; here it is varied.) First an observer that notes waits and bypasses.
+# There is one batch slot, and every answer has 5 tokens. For 700 of every 1,000 steps an urgent request arrives in
+# every fifth step, which fills the slot. Those of low priority arrive at random, one in 100 steps on average. The bound
+# is the number of requests in a row that may be admitted ahead of the one that arrived first. How long do the two kinds
+# wait, for bounds from 1 to 256? (This bound is the constant `STARVATION_BOUND` of the module; here it is varied.) The
+# first cell is an observer that notes waits and bypasses.
 
 
 # %%
@@ -293,7 +298,7 @@ class Waits(Observer):
         self.step += 1
 
 
-# %% alt="Mean steps until admission against the bound, from 1 to 256. The requests of low priority wait longer with a larger bound: 17 steps at 1, 240 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
+# %% alt="Mean steps until admission against the bound, from 1 to 256. The requests of low priority wait longer with a larger bound: 17 steps at 1, 241 at 256. The urgent ones wait 18 steps at 1 and not at all at 256."
 import random
 
 from minicache.scheduler import fair
@@ -327,14 +332,14 @@ for bound, low_wait, urgent_wait in zip(BOUNDS, low, urgent):
     print(f"bound {bound:3}: low {low_wait:6.1f} steps, urgent {urgent_wait:5.1f} steps")
 
 # %% [markdown]
-# A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: those of low priority wait until it is over.
-# The urgent requests are many, so each waits little for the few others.
+# A busy time has 140 urgent requests, so beyond a bound of 140 nothing changes: those of low priority wait until the
+# busy time is over. The urgent requests are many, so each waits little for the few others.
 #
 # Try this: let all 140 arrive at once, at the beginning of the busy time. The bound no longer has any effect. A request
 # that arrived before another does not bypass it, however urgent it is. The bound is about later arrivals.
 #
-# **Question 5.** One batch slot, and an urgent request of 5 tokens before every fifth step: no gap. One of low priority waits
-# from the start, and the bound is 10. In which step is it admitted?
+# **Question 5.** There is one batch slot, and every five steps an urgent request of 5 tokens arrives, without a gap.
+# One of low priority waits from the start, and the bound is 10. In which step is it admitted?
 
 # %%
 step_of_admission = None
@@ -350,8 +355,9 @@ nb.check(step_of_admission, tally.first_token["low"])
 # %% [markdown]
 # ## 7. Test the guarantee
 #
-# 40 random workloads that favour late arrivals: newer requests are more urgent, three compatibility classes, pools down to
-# a few blocks, preemption by recompute and by swap. Phase 6's auditor watches every step, and `Waits` every admission.
+# The cell runs 40 random workloads that favour late arrivals: newer requests are mostly more urgent. There are three
+# compatibility classes, some pools have only a few blocks, and preemption is by recompute or by swap. Phase 6's auditor
+# watches every step, and `Waits` every admission.
 
 # %%
 from minicache.scheduler.audit import Auditor
@@ -379,7 +385,7 @@ print(f"{num_steps:,} steps, every request served, at most {most} bypasses in a 
 assert most <= fair.STARVATION_BOUND
 
 # %% [markdown]
-# **Question 6.** Is this a proof that no request waits forever? "yes" or "no".
+# **Question 6.** Is this a proof that no request waits forever? Write "yes" or "no".
 
 # %%
 is_it_a_proof = None
@@ -396,7 +402,7 @@ nb.check(is_it_a_proof, "no")
 # were known. **Write down what happens to the mean and to the worst latency, compared with first come, first served**,
 # then run the cell. Then try an order of your own, and a bound of 2, and of 1,000.
 
-# %% alt="Steps from arrival to the last token, requests sorted by it, for first come, first served and for your order. With the shortest answer first nearly all requests are quicker, and a few long ones at the right end much slower."
+# %% alt="Steps from arrival to the last token, requests sorted by it, for first come, first served and for your order. With the shortest answer first nearly all of the curve is lower, and the last few points at the right end, of long answers, are higher."
 YOUR_BOUND = 64
 YOUR_PREDICTION = "mean …, worst …"
 
@@ -427,6 +433,6 @@ for name, steps in found.items():
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** The shortest first has the smallest mean of all orders, and the long requests pay for it. The bound
-# limits how often one of them is bypassed: a small bound pulls both curves together. Real servers do not know how long an
+# **What to look for.** Serving the shortest first lowers the mean, and a few long requests pay for it. The bound limits
+# how often one of them is bypassed: a small bound pulls both curves together. Real servers do not know how long an
 # answer will be; what could your `priority_key` use instead?

@@ -6,7 +6,7 @@
 # caches of different sizes. This notebook shows which blocks may be found, which are evicted first, what a prefix cache
 # saves MiniGPT, and how answers and beams share their prefixes.
 
-# %% alt="Per cent of the prompts' tokens that are found against blocks, from 128 to 8,192, doubling: from 13 it rises to 82 at 1,024 blocks, and stays at a ceiling of 84."
+# %% alt="Per cent of the prompts' tokens that are found against blocks, from 128 to 8,192, doubling: from 14 it rises to 82 at 1,024 blocks, and stays at a ceiling of 84 from 2,048 on."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
@@ -41,8 +41,8 @@ nb.lines(SIZES, rates, "blocks of 16 tokens", "% of prompt tokens found", **look
 # %% [markdown]
 # ## 1. Whose block is it?
 #
-# A block's hash covers its tokens and its parent's hash. Two tenants send a server the same prompt. How many
-# tokens does the second one find if both have the same salt, and if each has a different one?
+# A block's hash covers its tokens and the hash of the block before it. Two tenants send a server the same prompt. How
+# many tokens does the second one find if both have the same salt, and if each has a different one?
 
 
 # %%
@@ -79,8 +79,9 @@ print("the same salt:  ", found_by_the_second("red", "red"))
 print("different salts:", found_by_the_second("red", "blue"))
 
 # %% [markdown]
-# The first number is a leak. From the time to the first token a client learns which prompts others have sent:
-# it tries a block, and measures whether the answer was fast. The salt goes into the root, and so into every hash.
+# The first number is a leak. From the time to the first token a client learns which prompts others have sent: it tries
+# a block, and measures whether the answer was fast. The salt goes into the root, the hash with which the chain begins,
+# and so into every hash.
 #
 # **Question 1.** The prompt has 48 tokens, three full blocks of 16, and 32 of them are found: one token must be left to
 # run the model on, and a block is found whole or not at all. How many tokens are found of a prompt of 49?
@@ -162,9 +163,9 @@ nb.check(left_of_ten, len(pool.find(hashes[1:])))
 # %% [markdown]
 # ## 3. What it saves MiniGPT
 #
-# 24 requests have the same 320 tokens first, then 16 that differ from the first on, and 8 tokens to generate. The cell
-# counts the prompt tokens that the model computes, and the seconds for all, with the prefix cache and without. The
-# generated tokens must be the same.
+# 24 requests begin with the same 320 tokens, a system prompt. Each then has 16 tokens of its own, of which the first
+# already differs, and 8 tokens to generate. The cell counts the prompt tokens that the model computes, and the seconds
+# for all requests, with the prefix cache and without. The generated tokens must be the same.
 
 # %%
 import time
@@ -232,7 +233,7 @@ nb.check(tokens_of_319, counts.num_tokens)
 # %% [markdown]
 # ## 4. How large must the cache be?
 #
-# Back to the first picture. A step takes 20 ms, whatever is in it.
+# Look at the first picture again. A step takes 20 ms, whatever is in it.
 
 # %%
 print(", ".join(f"{size}: {rate:.0f} %" for size, rate in zip(SIZES, rates[""])))
@@ -245,8 +246,8 @@ print(", ".join(f"{size}: {rate:.0f} %" for size, rate in zip(SIZES, rates[""]))
 #
 # ## 5. Four answers, one prompt
 #
-# `n = 4`: the prompt is computed once, then three forks share its blocks. The plot compares the blocks in use, step by
-# step, with those of four separate requests.
+# With `n = 4`, the prompt is computed once, then three forks share its blocks. The plot compares the blocks in use,
+# step by step, with those of four separate requests.
 
 
 # %% alt="Blocks in use against steps, for four answers to a prompt of 200 tokens. Separate requests hold 52 blocks at once and grow to 68. Forks hold 13, then 16 after the copies, and grow to 32. The gap stays."
@@ -283,9 +284,9 @@ nb.lines(steps, curves, "step", "blocks in use", **look)
 print(f"{blocks_forked.num_copies} blocks copied, and the same tokens in all four answers")
 
 # %% [markdown]
-# **Question 5.** Three copies: four write into the unfinished block, and the last of them need not copy it. How many
-# copies are there with a prompt of 192 tokens, which fills its twelve blocks? (The forks compute the prompt's last
-# token again, because they need its logits.)
+# **Question 5.** There are three copies: the four answers write into the unfinished block, and the last of them need
+# not copy it. How many copies are there with a prompt of 192 tokens, which fills its twelve blocks? (The forks compute
+# the prompt's last token again, because they need its logits.)
 
 # %%
 copies_of_192 = None
@@ -342,12 +343,12 @@ alike = next(n for n, tokens in enumerate(columns) if len(set(tokens)) > 1)
 print(f"all four have their first {alike} tokens in common")
 
 # %% [markdown]
-# Most of the 80 tokens are the same in all four, at the same position, but after another word. What counts is where they
-# first differ: from there on every beam needs separate keys and values, even for equal words. It is the chain of section
-# 1 again.
+# Most of the 80 tokens are the same in all four beams, at the same position, but after other words. What counts is
+# where they first differ: from there on every beam needs separate keys and values, even for equal words. It is the
+# chain of section 1 again.
 #
-# **Question 6.** k beams cannot save more than 1 − 1/k of the blocks. For which width
-# does that bound first exceed 66.3 %, the most that the paper reports?
+# **Question 6.** k beams cannot save more than 1 − 1/k of the blocks. For which number of beams does that bound first
+# exceed 66.3 %, the most that the PagedAttention paper reports?
 
 # %%
 width_of_the_bound = None
@@ -368,9 +369,9 @@ nb.lines(WIDTHS, curves, "beams", "blocks saved, %", **look)
 # %% [markdown]
 # ## 7. An audit
 #
-# 40 random loads without a model: prompts that begin alike, small pools, forks, aborts and preemptions. The auditor
-# keeps a separate record of every block's contents, and checks for a found block with other tokens in it, and for a write
-# into a block with two references.
+# The cells run 40 random loads without a model, with prompts that begin alike, small pools, forks, aborts and
+# preemptions. The auditor keeps a separate record of every block's contents, and checks for a found block with other
+# tokens in it, and for a write into a block with two references.
 
 # %%
 from collections import Counter
@@ -412,8 +413,8 @@ print(", ".join(f"{number:,} {name}" for name, number in total.items()), "and no
 # %% [markdown]
 # ## 8. On a real model
 #
-# Five questions for SmolLM2-135M-Instruct, one after the other, all behind the same system prompt. Each line: how many
-# of the prompt's tokens were found in the cache, and how long the first token took.
+# SmolLM2-135M-Instruct answers five questions, one after the other, all behind the same system prompt. Each line shows
+# how many of the prompt's tokens were found in the cache, and how long the first token took.
 
 # %%
 real_model = nb.real_model()
@@ -435,12 +436,13 @@ if real_model is not None:
 # ## Your experiment: in which order do you write a prompt?
 #
 # An assistant's prompt has four parts: the time (new in every request), instructions (always the same), one of eight
-# documents, and a question (new). Their order does not matter to the model. To a prefix cache it does.
+# documents, and a question (new). A model can answer in whichever order they come. For a prefix cache the order
+# matters.
 #
 # **Write down which of the three orders below finds the most, and how many per cent**, then run the cell. Then write
 # another order, change the lengths and the number of variants, and see what a small cache does to the best order.
 
-# %% alt="Three bars of the per cent of prompt tokens found. With the time first, nothing; with the instructions first and the document after the question, the instructions; with instructions, document, question and time, nearly all."
+# %% alt="Three bars of the per cent of prompt tokens found. With the time first, 0; with the instructions first and the document after the question, 38, which are the instructions; with instructions, document, question and time, 86."
 YOUR_PARTS = {"clock": (8, 200), "rules": (400, 1), "document": (600, 8), "question": (40, 200)}
 YOUR_ORDERS = [  # of the parts above, each (tokens, variants)
     ("clock", "rules", "document", "question"),

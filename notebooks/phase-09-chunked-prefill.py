@@ -6,7 +6,7 @@
 # of 512 tokens. This notebook shows what a step costs, moves the budget, follows prompts chunk by chunk, and then spends the
 # same budget on draft tokens.
 
-# %% alt="Inter-token latency in milliseconds against seconds since the long prompt arrived, logarithmic. Whole: 13 throughout, except for one of 781. In chunks: 13, then a series of 46 to 56, then 13 again."
+# %% alt="Inter-token latency in milliseconds against seconds since the long prompt arrived, logarithmic. Whole: 13 or 14 throughout, except for one of 781. In chunks: 13, then seventeen of 39 to 56, then 13 or 14 again."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
@@ -46,8 +46,8 @@ nb.lines(seconds, itl, "seconds since the prompt arrived", "ITL, ms", **look)
 # %% [markdown]
 # ## 1. What a step costs
 #
-# Llama-3-8B on an A100, by the roofline of phase 0. 32 requests decode, with 500 tokens of context each;
-# in addition the step computes some tokens of a prompt.
+# The cell computes how long a step of Llama-3-8B takes on an A100, by the roofline of phase 0. 32 requests decode, with
+# 500 tokens of context each; in addition the step computes some tokens of a prompt.
 
 # %% alt="Milliseconds of a step against prompt tokens in addition to 32 decodes, on logarithmic axes. Flat at about 13 up to some 100 tokens, then in proportion, to about 800 at 8,192."
 from minicache.simulator.costs import StepLoad
@@ -75,17 +75,18 @@ nb.check(ms_of_8192, round(round(milliseconds[-1]), -1))
 # %% [markdown]
 # ## 2. The stall
 #
-# Back to the first picture. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
+# Look at the first picture again. `FairScheduler` computes the prompt in one step, `ChunkedPrefillScheduler` in chunks.
 
 # %%
 for name, each in itl.items():
     print(f"{name}: the longest ITL is {max(each):.0f} ms")
 
 # %% [markdown]
-# The work is the same. In chunks it takes a few per cent longer, and all requests slow down a little instead of stopping.
+# The work is the same. In chunks the prompt takes about a tenth longer, and the other requests slow down for that time
+# instead of stopping.
 #
 # **Question 2.** The budget is 512, the prompt has 8,000 tokens, and 32 requests are in decode all the time. In how
-# many steps is the prompt computed? (Not in ⌈8,000 / 512⌉.)
+# many steps is the prompt computed? (It is not in ⌈8,000 / 512⌉.)
 
 # %%
 num_steps_of_the_prompt = None
@@ -96,8 +97,8 @@ nb.check(num_steps_of_the_prompt, -(-8000 // (512 - 32)))
 # %% [markdown]
 # ## 3. Chunk by chunk
 #
-# With three prompts of 800 tokens and a budget of 1,024, the cell draws the tokens of each that are computed in each
-# step. Change the numbers, and predict the splits before you run the cell.
+# With three prompts of 800 tokens and a budget of 1,024, the cell prints how many tokens of each prompt are computed in
+# each step. Change the numbers, and predict the splits before you run the cell.
 
 
 # %%
@@ -125,8 +126,8 @@ for step, found in enumerate(splits([800, 800, 800], 1024, long_prefill_threshol
     print(f"step {step}: {found}, {sum(found.values())} tokens")
 
 # %% [markdown]
-# **Question 3.** Three prompts of 1,000, 100 and 100 tokens and a budget of 512, without a threshold. In which step
-# (from 0) does the last one compute its first token?
+# **Question 3.** There are three prompts, of 1,000, 100 and 100 tokens, and a budget of 512, without a threshold. In
+# which step (from 0) is the first token of the last prompt computed?
 
 # %%
 step_of_the_last = None
@@ -138,8 +139,9 @@ nb.check(step_of_the_last, next(step for step, tokens in enumerate(found) if 2 i
 # %% [markdown]
 # ## 4. Moving the budget
 #
-# Azure's conversations arrive, 4 a second for two minutes, on budgets from 128 to 8,192. The plots have the time to the
-# first token, and the time per output token (TPOT); 99 of 100 requests are below the curves.
+# 4 requests arrive a second for two minutes, with the lengths of the conversations in Azure's trace of phase 2, and
+# budgets from 128 to 8,192 are tried. The plots have the time to the first token, and the time per output token (TPOT);
+# 99 of 100 requests are below the curves.
 
 # %% alt="Two panels against the budget, 128 to 8,192, logarithmic. Time per token, p99: rises from 14 ms to 43, which is what whole prompts have. Time to first token, p99: falls from 1.2 s at 128 to just below 1 s at 1,024, then rises a little; whole prompts have 1 s."
 from dataclasses import replace
@@ -168,9 +170,9 @@ for ax, what, scale, label in (
     nb.lines(BUDGETS, curves, "budget", label, doubling=True, ax=ax, ylim=(0, None))
 
 # %% [markdown]
-# A small budget keeps the ITL short and makes new requests wait: the decodes take a part of the 128 tokens of each step, a
-# long prompt takes many steps of the rest, and the others queue behind it. Above 1,024 the slowest first tokens come no
-# sooner, because a short prompt waits for the step of a long one; the median still falls a little.
+# A small budget keeps the time per token short and makes new requests wait: the decodes take a part of the 128 tokens
+# of each step, a long prompt takes many steps of the rest, and the others queue behind it. Above 1,024 the slowest
+# first tokens come no sooner, because a short prompt waits for the step of a long one; the median still falls a little.
 #
 # **Question 4.** With three quarters more requests, `served(…, rate=7.0)`: which budget of `BUDGETS` cannot keep up with the
 # arriving prompts, with a p99 time to the first token above 10 s?
@@ -186,9 +188,9 @@ nb.check(budget_that_cannot_keep_up, slow[0])
 # ## 5. A lost chunk, and the protected request
 #
 # A arrives first, with the lowest priority. B and C take its blocks in the middle of its prompt. D arrives, and waits
-# although its blocks are free, because A is protected.
+# although there are free blocks for it, because A is protected.
 
-# %% alt="Grid of four requests against steps. A computes chunks, loses them, waits while B and C finish, and computes them again; D arrives in step 4 and waits until A has been admitted again."
+# %% alt="Grid of four requests against steps. A computes chunks, loses them, waits while B and C finish, and computes them again; D arrives in step 4 and waits until A's whole prompt has been computed."
 from minicache.scheduler.audit import Auditor
 from minicache.scheduler.observe import Recorder, observe
 
@@ -282,8 +284,9 @@ nb.check(num_rows, sum(1 + k for k in (0, 0, 5, 2)))
 # %% [markdown]
 # ## 7. In the engine
 #
-# MiniGPT gets a prompt, answers, and gets the same prompt again. The drafter proposes tokens from the text; each step
-# verifies them and yields one more token. Each row is a step: accepted tokens, and after the bar the rejected ones.
+# MiniGPT answers a prompt; then it gets this prompt, its answer, and this prompt again as one new prompt. The drafter
+# proposes tokens from the text; each step verifies them and yields one more token. Each of the first twelve lines is a
+# step: how many of the draft tokens were accepted, then these tokens, and after the bar the rejected ones.
 
 
 # %%
@@ -347,7 +350,8 @@ for its_drafts, accepted in watching.seen[:12]:
 print(f"100 tokens in {num_steps} steps, the same as in {steps_without} without draft tokens")
 
 # %% [markdown]
-# A batch of eight such repeated prompts: at temperature 0, and sampled with a seed. The tokens do not change.
+# The cell runs a batch of eight such repeated prompts, at temperature 0 and sampled with a seed. The tokens do not
+# change.
 
 # %%
 eight = [text_tokens(100, seed) for seed in range(8)]
@@ -372,10 +376,10 @@ for temperature in (0.0, 0.5, 1.0):
 #
 # ## 8. How many draft tokens?
 #
-# Tokens a step, and the share of draft tokens that was accepted, on the repeated prompt and on one that
-# repeats nothing.
+# The plots have the tokens a step, and the share of draft tokens that was accepted, on the repeated prompt and on one
+# that repeats nothing.
 
-# %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text barely above 1. Accepted: on the repeated prompt it falls from 0.87 to 0.65; on new text from 0.1 to nearly nothing."
+# %% alt="Two panels against draft tokens a step, 0 to 16. Tokens a step: on the repeated prompt from 1 to more than 8 with sixteen, on new text barely above 1. Accepted: on the repeated prompt it falls from 87 per cent to 65; on new text from 11 per cent to 1."
 DRAFTS = [0, 1, 2, 4, 8, 12, 16]
 per_step, accepted = {}, {}
 for name, prompt in (("asked again", again), ("new text", text_tokens(300, 1))):
@@ -397,7 +401,7 @@ nb.lines(DRAFTS[1:], accepted, "draft tokens a step", "% accepted", ax=right, **
 # The tokens are always those without speculation: a rejected draft token costs work, but changes no answer.
 #
 # **Question 7.** If each draft token is right with probability 0.8, independently of the others, how many tokens does a
-# step with four of them yield on average? To one decimal place.
+# step with four of them yield on average? Give it to one decimal place.
 
 # %%
 tokens_a_step = None

@@ -2,11 +2,12 @@
 # # Phase 10: a server, and its clients
 #
 # Four clients send a request to one model, each 40 ms after the one before, and read their answers token by token. The
-# third disconnects after 15 of them. What happens to the others, and to its blocks? The figure below shows when the
-# tokens arrive. This notebook shows why the engine needs its own thread, reads what a server writes on the wire, watches
-# the blocks of a client that disconnects, fills the waiting queue, and measures a server under an open-loop load.
+# third client disconnects after 15 tokens. What happens to the others, and to the blocks of the third? The figure below
+# shows when the tokens arrive. This notebook shows why the engine needs its own thread, reads what a server writes on
+# the wire, watches the blocks of a client that disconnects, fills the waiting queue, and measures a server under an
+# open-loop load.
 
-# %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
+# %% alt="Tokens received against milliseconds, a line for each of four clients. The lines start about 40 ms apart and rise side by side; the third ends at 15 tokens, the others at 60."
 MINE = False  # True: your own files; then restart the kernel and run all cells
 
 from minicache_course import notebook as nb
@@ -42,8 +43,8 @@ nb.lines(clients, tokens, "milliseconds", "tokens received", marks=False)
 # ## 1. A heartbeat
 #
 # One event loop serves all four clients. What if that loop called the engine's `step()` itself? A coroutine sleeps for
-# 1 ms at a time and records how late it wakes up, while 48 requests are answered: once by a coroutine that steps, once
-# by the thread of an `AsyncEngine`.
+# 1 ms at a time and records how late it wakes up, while 48 requests are answered: in one run a coroutine steps, in the
+# other the thread of an `AsyncEngine`.
 
 # %%
 PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
@@ -71,7 +72,7 @@ async def a_thread_steps(llm):
                 pass
 
 
-# %% alt="How late the beats were: percentage of the beats against milliseconds on a logarithmic axis. When a thread steps most beats are late by a small part of a step; when a coroutine steps, most are late by several steps."
+# %% alt="How late the beats were: percentage of the beats against milliseconds on a logarithmic axis. When a thread steps, most beats are late by a small part of a step; when a coroutine steps, most are late by several steps."
 late = {}
 for serve in (a_coroutine_steps, a_thread_steps):
     heart = asyncio.create_task(beat(late.setdefault(serve.__name__.replace("_", " "), [])))
@@ -98,10 +99,11 @@ for name, beats in late.items():
     print(f"Half of the beats are late by {median(beats):.2f} ms or more when {name}.")
 
 # %% [markdown]
-# When a coroutine steps, a beat is late by about three steps: the loop checks its timers once an iteration, with a step
-# in each; in the first the millisecond is not over, in the second the timer fires, in the third the coroutine runs.
+# When a coroutine steps, a beat is late by two or three steps. The loop checks its timers once an iteration, and each
+# iteration has a step: during the first the millisecond passes, in the second the timer fires, in the third the
+# coroutine runs.
 #
-# The event loop reads bytes, sends them and notices a disconnect. When the beats are late, all of these are late.
+# The event loop reads bytes, sends them and notices a disconnect. When the beats are late, all of this is late.
 #
 # ## 2. A server, and what it writes
 #
@@ -205,11 +207,11 @@ nb.lines(times, {"": blocks}, *names, marks=False, xlim=(min(times), max(60, 1.2
 print(f"All blocks were free {free_at:.1f} ms after it hung up.")
 
 # %% [markdown]
-# That time has three parts: the event loop sees that the socket was closed; the running step ends; the engine aborts the
-# request.
+# The time until the blocks are free has three parts: the event loop sees that the socket was closed; the running step
+# ends; the engine aborts the request.
 #
-# **Question 2.** The prompt has 2 tokens, and 100 had arrived when the client disconnected. With blocks of 16, how many
-# did the request hold? (The figure shows the same, if the engine was not far ahead of the client.)
+# **Question 2.** The prompt has 2 tokens, and 100 tokens had arrived when the client disconnected. With blocks of 16,
+# how many blocks did the request hold? (The figure shows the same, if the engine was not far ahead of the client.)
 
 # %%
 blocks_held = None
@@ -220,7 +222,7 @@ nb.check(blocks_held, -(-(2 + 100) // 16))
 # %% [markdown]
 # ## 4. The waiting queue
 #
-# Two batch slots and a waiting queue of two. Of six clients, the last two get a 429 at once.
+# The server has two batch slots and a waiting queue of two. Of six clients, the last two get a 429 at once.
 
 # %%
 with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
@@ -240,8 +242,8 @@ with a_server(max_num_seqs=2, max_waiting=2) as (port, engine):
 assert statuses == [200] * 4 + [429] * 2
 
 # %% [markdown]
-# **Question 3.** Four batch slots, a waiting queue of three. Two requests with `n=2` and one with `n=1` are in flight,
-# and four more arrive with `n=1`. How many of the four are refused?
+# **Question 3.** A server has four batch slots and a waiting queue of three. Two requests with `n=2` and one with `n=1`
+# are in flight, and four more arrive with `n=1`. How many of the four are refused?
 
 # %%
 num_refused = None
@@ -253,8 +255,9 @@ nb.check(num_refused, 4 - (4 + 3 - (2 * 2 + 1)))
 # ## 5. An open-loop load
 #
 # `minicache bench serve`, in another process, sends requests with Poisson arrivals, whether or not earlier ones were
-# answered. First 48 at once, for the server's maximum rate. Then fractions of that rate, from a third to twice as much.
-# 16 batch slots, a waiting queue of 16; prompts of 24 tokens, answers of 48.
+# answered. First it sends 48 at once, to measure the server's maximum rate; then it sends others at fractions of that
+# rate, from 0.3 to 2. The server has 16 batch slots and, at the fractions, a waiting queue of 16; the prompts have 24
+# tokens, the answers 48.
 
 
 # %%
@@ -306,14 +309,15 @@ for ax, what in zip(nb.panels(1, 2), ("ttft", "tpot")):
 
 # %% [markdown]
 # In the last row requests arrive faster than they are answered. The batch and the waiting queue hold 32 of them. After
-# that, a request that finds the queue full gets a 429 at once: the column *refused* counts them. An admitted one waits
-# behind at most 16 others. Without a limit the wait would grow for as long as the overload lasts.
+# that, a request that finds the queue full gets a 429 at once: the column *refused* counts such requests. An admitted
+# one waits until at most 16 others have finished. Without a limit the wait would grow for as long as the overload
+# lasts.
 #
 # The rate with all 48 at once is not quite the server's rate for requests that arrive one by one: their prefills run
 # while others decode. So a request may be refused in an earlier row, too.
 #
-# **Question 4.** Little's law: a server answers 60 requests a second, each 0.4 s after it arrived. How many are in flight,
-# on average?
+# **Question 4.** Little's law: a server answers 60 requests a second, each 0.4 s after it arrived. How many requests
+# are in flight, on average?
 
 # %%
 under_way = None
@@ -322,7 +326,8 @@ under_way = None
 nb.check(under_way, round(60 * 0.4))
 
 # %% [markdown]
-# The same for your measurement at the second rate: answered requests a second times their mean latency.
+# The cell does the same for your measurement at the second rate: it multiplies the answered requests a second by their
+# mean latency.
 
 # %%
 report = reports[1]
@@ -357,8 +362,8 @@ gaps_of_an_answer = None
 nb.check(gaps_of_an_answer, round(counted["vllm:inter_token_latency_seconds_count"] / num_ok))
 
 # %% [markdown]
-# The server's mean time to the first token is a little below the clients': it begins when the engine gets the request,
-# and ends when the engine generates the token. The difference is HTTP, twice.
+# The server's mean time to the first token is a little below the clients': the server counts from when the engine gets
+# the request until the engine generates the token. The difference is the way over HTTP, there and back.
 
 # %%
 seconds, count = (counted[f"vllm:time_to_first_token_seconds_{each}"] for each in ("sum", "count"))
@@ -397,10 +402,10 @@ if real_model is not None:
 # Under twice the load that it can answer, a server must refuse half of the requests. What is a long waiting queue good
 # for?
 #
-# Choose limits for the queue and a load. **Write down for the shortest and the longest how many of the requests are
-# refused, and how long an admitted one waits for its first token**, then run the cell. Then try a load of 0.9.
+# Choose limits for the queue and a load. **Write down for the smallest and the largest limit how many of the requests
+# are refused, and how long an admitted one waits for its first token**, then run the cell. Then try `YOUR_LOAD = 0.9`.
 
-# %% alt="Two panels against the limit of the waiting queue. Refused requests fall as the queue grows; the median time to the first token of the admitted ones rises with the queue. Their 99th percentile is high for the shortest queue too, with which few are admitted."
+# %% alt="Two panels against the limit of the waiting queue. Refused requests fall as the queue grows; the median time to the first token of the admitted ones rises with the queue. Their 99th percentile may be high for the shortest queue too, with which few are admitted."
 YOUR_LIMITS = [1, 4, 16, 64]  # max_waiting
 YOUR_LOAD = 2.0  # times what the server can do
 YOUR_NUM_REQUESTS = 160
@@ -422,8 +427,8 @@ for limit, report in zip(YOUR_LIMITS, found):
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** The run is a burst, 160 requests within less than a second. A longer queue admits more of it:
-# fewer refusals, and a longer wait for every admitted request. If the same load lasted for an hour, the longest queue
-# would be full after seconds too. From then on it would refuse half of the requests, as with every other limit, and
-# only the longer wait would remain. A queue is there for bursts that end. What is the longest wait that your users
-# would accept, and which limit follows?
+# **What to look for.** The run is a short burst of 160 requests. A longer queue admits more of it: fewer refusals, and
+# a longer wait for every admitted request. If the same load lasted for an hour, the longest queue would be full after
+# seconds too. From then on it would refuse half of the requests, as with every other limit, and only the longer wait
+# would remain. A queue is there for bursts that end. What is the longest wait that your users would accept, and which
+# limit follows?

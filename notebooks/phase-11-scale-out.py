@@ -1,9 +1,9 @@
 # %% [markdown]
 # # Phase 11: a fleet, measured
 #
-# One router sends 1,000 requests to 1,000 replicas: once to a replica drawn at random, once by `PowerOfTwoRouter`. How
-# many replicas have no request, one, two, …? This notebook measures routing with old information, a fleet of real
-# schedulers in simulated time, one hot prompt, and replicas that die in the middle of an answer.
+# One router sends 1,000 requests to 1,000 replicas: once each to a replica drawn at random, once by `PowerOfTwoRouter`.
+# How many replicas end with no request, with one, with two, …? This notebook measures routing with old information, a
+# fleet of real schedulers in simulated time, one hot prompt, and replicas that die in the middle of an answer.
 
 # %% alt="Replicas against requests on them, in two groups of bars. At random: 380 replicas have none, and up to 5 are on one. Two choices: 228 have none, 555 one, 206 two, 11 three, and none has more."
 MINE = False  # True: your own files; then restart the kernel and run all cells
@@ -57,9 +57,9 @@ nb.check(to_the_busiest, sum(min(pair) == 3 for pair in pairs) / len(pairs))
 # %% [markdown]
 # ## 1. Old information
 #
-# In this simulation, requests also finish. 40 replicas serve one request at a time, in one second on average, and 36
-# requests a second arrive. The router reads the numbers from a board that is updated at intervals. How long does a
-# request take?
+# In this simulation, requests also finish. 40 replicas serve one request at a time, each in one second on average, and
+# 36 requests a second arrive. The router reads from a board how many requests each replica has; the board is updated at
+# intervals. How long does a request take?
 
 
 # %%
@@ -107,18 +107,18 @@ def mean_seconds(router, age, *, load=0.9, size=40, count=8_000):
     return total / count
 
 
-# %% alt="Mean seconds against the age of the board, 0.125 to 16 seconds. One choice is flat near 7. Two choices rise from 2.4 to about 6. The least busy of all begins below 2, crosses two choices before 1 second and one choice at about 3 seconds, and is far above both at 16."
+# %% alt="Mean seconds against the age of the board, 0.125 to 16 seconds. One choice is flat at 6.5. Two choices rise from 2.4 to 5.6. The least busy of all begins below 2, crosses two choices before half a second and one choice at about 3 seconds, and is far above both at 16."
 AGES = [2**power for power in range(-3, 5)]
 kinds = {"two choices": PowerOfTwoRouter, "least of all": LeastOfAll, "one choice": OneChoice}
 curves = {name: [mean_seconds(kind(seed=0), age) for age in AGES] for name, kind in kinds.items()}
 nb.lines(AGES, curves, "age of the board, seconds", "mean seconds", doubling=True, yscale="log")
 
 # %% [markdown]
-# This is the herd: between two updates, "the least busy" is the same replica for every request. Two choices degrade
-# gradually, at worst to one random choice.
+# This is the herd: between two updates, "the least busy" is the same replica for every request. With two choices a
+# request takes longer gradually, at worst as long as with one random choice.
 #
 # **Question 2.** The board is never updated, so all replicas look idle forever. At a load of 0.5, how many seconds does
-# a request take on average by two choices? (A single queue with random gaps and times takes 1 / (1 − load).)
+# a request take on average with two choices? (A single queue with random gaps and times takes 1 / (1 − load).)
 
 # %%
 never_updated = None
@@ -166,7 +166,7 @@ def fleet(router, requests, *, num_blocks=2000, **options):
     return FleetSimulation(router, scheduler, COST, requests, **options).run()
 
 
-# %% alt="Hit rate and median time to the first token of three routers. Round robin and power of two have hit rates of about 0.3 and 57 milliseconds; prefix affinity has a hit rate of 0.86 and less than half the time."
+# %% alt="Hit rate and median time to the first token of three routers. Round robin and power of two have hit rates of about 0.3 and times of 57 to 59 milliseconds; prefix affinity has a hit rate of 0.86 and less than half the time."
 policies = ("round_robin", "power_of_two", "prefix_affinity")
 reports = {name: fleet(create_router(name), chats(TALK, 80, seed=0)) for name in policies}
 left, right = nb.panels(1, 2, height=2.2, sharey=True)
@@ -176,9 +176,9 @@ ttft = {name: 1e3 * report.ttft.p50 for name, report in reports.items()}
 nb.bars(ttft, "first token, ms (median)", ax=right)
 
 # %% [markdown]
-# **Question 3.** By hand: a chat of six turns, with messages of 100 tokens and answers of 200, goes to **three**
-# replicas by round robin. How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens, turn 2 of
-# 400, …)
+# **Question 3.** Calculate by hand: a chat of six turns, with messages of 100 tokens and answers of 200, goes to
+# **three** replicas by round robin. How many prompt tokens are computed in all? (Turn 1 has a prompt of 100 tokens,
+# turn 2 of 400, …)
 
 # %%
 computed_on_three_in_turn = None
@@ -201,8 +201,8 @@ print(f"one replica: {computed('AAAAAA'):,}, of {sum(100 + 300 * turn for turn i
 # %% [markdown]
 # ## 3. One hot prompt
 #
-# Every request begins with the same 512 tokens. Without a bound, all go to the replica that has them. The next cell
-# varies the router's bound from 0 to none at all, for the same requests.
+# Every request begins with the same 512 tokens. Without a bound, all requests go to the replica that has these tokens.
+# The next cell varies the router's bound, `max_imbalance`, from 0 to none at all, for the same requests.
 
 # %% alt="TTFT p99 against max_imbalance. From 0 to 8 it is about 0.1 seconds, at 32 it is 0.3; without a bound it is 28 seconds. The busiest replica's share grows from a quarter to all requests."
 BOUNDS = {"0": 0, "2": 2, "8": 8, "32": 32, "none": 10**6}
@@ -219,8 +219,8 @@ nb.bars(slowest, "first token, s (p99)", text="{:.2f}", ax=left, ylabel="max_imb
 nb.bars(share, "share of the busiest replica", text="{:.0%}", ax=right)
 
 # %% [markdown]
-# The hit rate is almost the same in all rows. A hot prompt is soon in every cache; after that, affinity adds nothing,
-# and only the load matters.
+# The hit rate is almost the same with all bounds. A hot prompt is soon in every cache; after that, affinity adds
+# nothing, and only the load matters.
 #
 # **Question 4.** With `max_imbalance=8`, by how many unfinished requests can a replica be ahead of the least busy one,
 # right after it has been chosen?
@@ -287,8 +287,8 @@ for death in range(31):
 print("The same 30 tokens, wherever it dies:", whole.token_ids[:8], "…")
 
 # %% [markdown]
-# **Question 5.** A prompt of 512 tokens, `max_tokens=300`. The first replica dies after 120 tokens, the second after 80
-# more. How many prompt tokens does the third attempt have, and what is its `max_tokens`?
+# **Question 5.** A request has a prompt of 512 tokens and `max_tokens=300`. The first replica dies after 120 tokens,
+# the second after 80 more. How many prompt tokens does the third attempt have, and what is its `max_tokens`?
 
 # %%
 prompt_of_the_third = None
@@ -311,7 +311,7 @@ nb.check(max_tokens_of_the_third, attempt.max_tokens)
 # seconds one dies, and 14 seconds later another replaces it. When does a request that arrives meanwhile get its first
 # token?
 
-# %% alt="Time to first token against the time of arrival, a point for each request. Without a death all points are below half a second. After a death at 6 seconds they rise to a second and more, and come back down after 20 seconds, when another replica is there."
+# %% alt="Time to first token against the time of arrival, a point for each request. Without a death all points are below 0.6 seconds, and nearly all below 0.1. After a death at 6 seconds they rise slowly, to 1.6 seconds for arrivals before second 20, when another replica is there; then they fall to below half a second, and rise again after second 24, where the other run has its highest points too."
 busy = replace(hot, rate=21.0)
 crash = Crash(6.0, "replica-1", seconds=14.0)
 
@@ -336,8 +336,8 @@ for name, run in runs.items():
 assert runs["a death"].num_output_tokens == runs["no death"].num_output_tokens
 
 # %% [markdown]
-# Every answer has all of its tokens in both runs; those of the dead replica only came later. The cost of a failure is
-# not the lost work but the load on the other replicas.
+# Every answer has all of its tokens in both runs; those that the dead replica still had to generate only came later.
+# The cost of a failure is not the lost work but the load on the other replicas.
 
 # %% [markdown]
 # ## 6. A day, and a start that takes a minute
@@ -380,7 +380,7 @@ def live(autoscaler):
     ).run()
 
 
-# %% alt="Replicas that take requests against minutes, for downscale delays of 0 and 120 seconds, over a day of 20 minutes. Both rise from 1 to about 10 and fall again. Without a delay the curve goes down at every lull, and is lower all day; with 120 seconds it rises in steps, stays at 11 from minute 10 to 15, and falls later."
+# %% alt="Replicas that take requests against minutes, for downscale delays of 0 and 120 seconds, over a day of 20 minutes. Both rise from 1 to about 10 and fall again. Without a delay the curve goes down at every lull, and is lower nearly all day; with 120 seconds it rises in steps, stays at 11 from minute 10 to 15, and falls later."
 days = {
     f"downscale_delay {delay}": live(
         Autoscaler(target_unfinished=8, max_replicas=16, upscale_delay=10, downscale_delay=delay)
@@ -401,10 +401,11 @@ for name, run in days.items():
 
 # %% [markdown]
 # A fleet that stops replicas at once soon has to start them again, and is a minute behind the load all day. Waiting
-# costs a quarter more replica hours, and TTFT p99 is half a second instead of nine.
+# before it stops them costs 29 % more replica hours, and TTFT p99 is half a second instead of nine.
 #
-# **Question 6.** Three replicas, `upscale_delay=20`. At the decisions after 0, 10 and 20 seconds, the fleet has 40, 56
-# and 48 unfinished requests, with a target of 8. How many replicas should there be after the third decision?
+# **Question 6.** There are three replicas, and `upscale_delay=20`. At the decisions after 0, 10 and 20 seconds, the
+# fleet has 40, 56 and 48 unfinished requests, with a target of 8. How many replicas should there be after the third
+# decision?
 
 # %%
 replicas_after_20_seconds = None
@@ -437,8 +438,8 @@ nb.lines(LINKS, curves, "bandwidth, GB/s", "seconds", doubling=True, ylim=(0, No
 print(f"break-even: {links[0].break_even_bandwidth() / 1e9:.2f} GB/s")
 
 # %% [markdown]
-# Beyond the break-even the transfer is hidden behind the computation. The figure does not show the gain: the requests
-# that decode here do not wait for the prompt.
+# Beyond the break-even nearly all of the transfer happens during the computation, and adds little time. The figure does
+# not show the gain: the requests that decode here do not wait for the prompt.
 #
 # **Question 7.** A replica computes 5,000 tokens a second of Llama 3 70B: 80 layers, 8 KV heads of 128, two bytes a
 # number. At how many GB/s does the link keep up?
@@ -458,11 +459,12 @@ nb.check(
 # %% [markdown]
 # ## Your experiment: how much should a router remember?
 #
-# 48 customers, each with a system prompt of 1,000 tokens, some more frequent than others. Four replicas with 800 blocks
-# have room for a dozen of these prompts each. The router remembers 100, 400, 800 or 3,200 blocks of each replica.
+# There are 48 customers, each with a system prompt of 1,000 tokens, and some are more frequent than others. Four
+# replicas with 800 blocks have room for a dozen of these prompts each. The router remembers 100, 400, 800 or 3,200
+# blocks of each replica.
 #
-# **Write down the hit rate that you expect for each of the four**, then run the cell. Then change the bound, the number
-# of customers, or let the frequent prompts change every few seconds.
+# **Write down the hit rate that you expect for each of the four capacities**, then run the cell. Then change the bound,
+# the number of customers, or let the frequent prompts change every few seconds.
 
 # %% alt="Hit rates for four capacities. With 100 blocks a little below one half, with 400 about 0.7, with 800 and 3,200 about 0.8."
 YOUR_CAPACITIES = (100, 400, 800, 3200)
@@ -491,5 +493,5 @@ print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
 # **What to look for.** Remembering less than the cache has costs hits: the router sends customers away from replicas
-# that still have their prompt. Remembering more costs little as long as the frequent prompts stay: a customer goes back
-# to where the prompt was, and it is recomputed there. What if they change every few seconds?
+# that still have their prompt. Remembering more costs little as long as the frequent prompts stay the same: a customer
+# goes back to where the prompt was, and it is recomputed there. What if the frequent prompts change every few seconds?

@@ -35,8 +35,9 @@ nb.bars(needed, "GB/s from which on reading wins", text="{:.1f}", roles=["shared
 # %% [markdown]
 # ## 1. One step ahead
 #
-# Request a has a prompt of 4 tokens; its second token is a stop token. b waits for a's blocks. In each iteration the
-# engine schedules a step, and then commits the step before. A ? is a placeholder.
+# Request *a* has a prompt of 4 tokens; its second token is a stop token. Request *b* waits for the blocks of *a*. In
+# each iteration the engine schedules a step, and then commits the step before. The sign ? is a placeholder for a token
+# that is not committed yet.
 
 # %%
 from minicache.request import Request
@@ -61,9 +62,9 @@ for number in range(1, 5):
     before = output
 
 # %% [markdown]
-# What does it gain? A simulated H100 with Llama-3-8B serves 256 requests, 64 at a time. Every answer ends with a stop token.
-# The scheduler is the real one; a step takes the GPU the time of its roofline, and the CPU a fixed time for schedule and
-# commit. `seconds_of` puts both on one clock.
+# What does one step ahead gain? A simulated H100 with Llama-3-8B serves 256 requests, 64 at a time. Every answer ends
+# with a stop token. The scheduler is the real one; a step takes the GPU the time of its roofline, and the CPU a fixed
+# time for schedule and commit. `seconds_of` puts both on one clock.
 
 # %%
 import random
@@ -114,7 +115,7 @@ def seconds_of(steps, cpu, overlaps):
     return ends[-1]
 
 
-# %% alt="How many times as fast one step ahead is, against the CPU's share of a step without overlap, from 0 to 70 %. The formula, the longer of the two, rises from 1 to 2 at 50 % and falls again. Answers of about 200 tokens lie almost on it. Answers of about 10 tokens lie a tenth to a fifth below it, and below 1 where the CPU's share is less than 10 %."
+# %% alt="How many times as fast one step ahead is, against the CPU's share of a step without overlap, from 0 to 70 %. The formula, the longer of the two, rises from 1 to 2 at 50 % and falls again. Answers of about 200 tokens lie almost on it. Answers of about 10 tokens lie 9 to 17 % below it, and below 1 where the CPU's share is less than 10 %."
 SHARES = [0.05 * number for number in range(15)]
 curves = {"the longer of the two": [1 / max(share, 1 - share) for share in SHARES]}
 dropped = {}
@@ -133,7 +134,7 @@ labels = ("CPU's share of a step, %", "times as fast")
 nb.lines([100 * share for share in SHARES], curves, *labels, marks=False, ylim=(0.8, 2.1))
 
 # %% [markdown]
-# Short answers gain less: a step in vain for each, and batch slots that are free one step later.
+# Short answers gain less: each costs a step in vain, and frees its batch slot one step later.
 #
 # **Question 1.** How many tokens are computed in vain for the 256 answers of about 10 tokens?
 
@@ -155,11 +156,11 @@ nb.check(times_as_fast, (3 + 12) / max(3, 12))
 # %% [markdown]
 # ## 2. Several kinds of cache
 #
-# A request of 8,000 prompt tokens and 192 generated ones, in Gemma 3 1B: four layers that see all tokens, and 22 that see
-# 512. First all layers keep all tokens; then the layers form seven groups of four, with prompts in chunks of 512 tokens and
-# of 2,048. How much memory does it hold?
+# A request has 8,000 prompt tokens and 192 generated ones, in Gemma 3 1B: four layers see all tokens, and 22 see the
+# last 512. First all layers keep all tokens; then the layers form seven groups of at most four, with prompts in chunks
+# of 512 tokens and of 2,048. How much memory does the request hold?
 
-# %% alt="MiB of KV cache against tokens that are scheduled, 0 to 8,192. One table for all layers rises in a straight line to 208. With groups the request holds 44 at the end; in chunks of 512 it reaches 54 before that, in chunks of 2,048 about 87."
+# %% alt="MiB of KV cache against tokens that are scheduled, up to 8,192. One table for all layers rises in a straight line to 208. With groups the request holds 44 at the end; in chunks of 512 it reaches 54 before that, in chunks of 2,048 about 87."
 from minicache.request import Request
 from minicache.scheduler import create_scheduler
 
@@ -194,8 +195,8 @@ for name, mib in curves.items():
     print(f"{name}: {max(mib):.0f} MiB at most, {mib[-1]:.0f} at the end")
 
 # %% [markdown]
-# A chunk makes every window hold what the chunk's first token sees and the chunk itself. In decode only the four full layers
-# go on growing.
+# A chunk makes every window hold what the chunk's first token sees and the chunk itself. In decode only what the four
+# full layers hold goes on growing.
 #
 # **Question 3.** Gemma 3 4B has 34 layers, 5 of them full; the windows have 1,024 tokens, and a layer stores 4 KiB a token.
 # How many MiB does a request of 8,192 tokens hold, in groups of five layers?
@@ -207,8 +208,8 @@ mib_of_4b = None
 nb.check(mib_of_4b, round(held((None,) + (1024,) * 6, 16 * 4 * 5)[1][-1]))
 
 # %% [markdown]
-# Now prefixes. Three prompts of 4,000 tokens begin with the same 3,000. How many tokens does each compute, if the windows
-# keep only what a prompt's end needs (`retention` 0), or all blocks (None)?
+# The next cell is about prefixes. Three prompts of 4,000 tokens begin with the same 3,000. How many tokens does each
+# compute, if the windows keep only what a prompt's end needs (`retention` 0), or all blocks (None)?
 
 
 # %%
@@ -232,7 +233,8 @@ for retention in (0, None):
     print(f"retention {retention}: computed {tokens}, {cached:,} blocks cached")
 
 # %% [markdown]
-# Keeping all is best for the second prompt and costs more blocks, which in a full pool evict those of other prompts.
+# Keeping all blocks is best for the second prompt and costs more blocks, which in a full pool evict those of other
+# prompts.
 #
 # **Question 4.** With a retention of 1,024, the windows also keep what every multiple of 1,024 tokens needs. How many tokens
 # does the second prompt compute?
@@ -301,7 +303,7 @@ def serve(bandwidth):
     return folder.now, longest
 
 
-# %% alt="Seconds to the first token against bandwidth over break-even, 0.25 to 16, both logarithmic. Computed: level at 1.3. From the folder: falls from 5.1 at 0.25 over 1.3 at 1 to 0.1 at 16."
+# %% alt="Seconds to the first token against bandwidth over break-even, 0.25 to 16, both logarithmic. Computed: level at 1.3. From the folder: falls from 5.1 at 0.25 through 1.3 at 1 to 0.1 at 16."
 break_even = RATE * TOKEN_NBYTES
 TIMES = [0.25, 0.5, 1, 2, 4, 8, 16]
 computed, wait_of_computed = serve(0)
@@ -324,8 +326,8 @@ print(
 print(f"for {max(wait for _, wait in loaded):.2f} s at every bandwidth, if it is loaded.")
 
 # %% [markdown]
-# A slow folder delays the conversation and no other request: it waits in the queue, and the other request goes on. A stack of
-# tiers ends a load after three seconds; here it may take as long as it likes.
+# A slow folder delays only the conversation, which waits in the queue while the other request goes on. A stack of tiers
+# ends a load after three seconds; here a load may take any time.
 #
 # **Question 5.** What is the break-even bandwidth in MB/s? (1 MB is 10⁶ bytes.)
 
@@ -336,8 +338,9 @@ break_even_mb = None
 nb.check(break_even_mb, RATE * TOKEN_NBYTES / 1e6, within=0.02)
 
 # %% [markdown]
-# A folder for 100 blocks, and 13 conversations of 8 blocks, one after the other. When a conversation is over, its blocks
-# count as used, `touch`. With and without that: of how many blocks does the folder have a prefix, for each conversation?
+# A folder has room for 100 blocks, and there are 13 conversations of 8 blocks, one after the other. A full folder
+# evicts a twentieth of its bound at once. When a conversation is over, `touch` marks its blocks as used. With `touch`
+# and without it, how many blocks long is the prefix that the folder has of each conversation?
 
 # %%
 from pathlib import Path
@@ -363,9 +366,11 @@ print("with touch:   ", prefixes(True))
 print("without touch:", prefixes(False))
 
 # %% [markdown]
-# In the order in which they were stored, the beginning of a prefix goes first, and its end is kept in vain.
+# If blocks are evicted in the order in which they were stored, the beginning of a prefix goes first, and its end is
+# kept in vain.
 #
-# **Question 6.** A folder has 4 GB, and nothing but conversations of 1,024 tokens of SmolLM2. How many can it have?
+# **Question 6.** A folder has room for 4 GB, and keeps nothing but conversations of 1,024 tokens of SmolLM2. How many
+# fit?
 
 # %%
 num_conversations = None
@@ -376,9 +381,9 @@ nb.check(num_conversations, 4 * 10**9 // (1024 * TOKEN_NBYTES))
 # %% [markdown]
 # ## 4. Only what is allowed
 #
-# A made-up vocabulary of 38,746 tokens: all bytes, numbers, and groups of two and three letters, with and without
-# a space before them. An answer is held to an expression with a name and a number. For each of its tokens: how many tokens
-# are allowed there, and how often the automaton is asked to find them.
+# The vocabulary is made up, and has 38,746 tokens: all bytes, and numbers and groups of two and three letters, with and
+# without a space before them. An answer is held to an expression with a name and a number. The plot shows for each
+# token of the answer how many tokens are allowed there, and how often the automaton is asked to find them.
 
 # %%
 from itertools import product
@@ -434,7 +439,7 @@ nb.lines(range(len(answer)), curves, "tokens of the answer so far", "", yscale="
 # Where little is allowed, little is looked at. Inside the name nearly every token is allowed, and has to be
 # listed. The automaton is asked once for each beginning that longer tokens share.
 #
-# **Question 7.** After `"age":` come a space and a number. By hand: how many of the tokens are allowed there?
+# **Question 7.** After `"age":` come a space and a number. Count by hand: how many of the tokens are allowed there?
 
 # %%
 allowed_before_the_number = None
@@ -443,8 +448,9 @@ allowed_before_the_number = None
 nb.check(allowed_before_the_number, allowed[answer.index(" 36")])
 
 # %% [markdown]
-# Now a batch. MiniGPT continues "Yesterday my sister" at temperature 4, in sixteen rows: eight are free, eight are held to
-# its grammar. `SentenceMasks` gives the tokens that the parser would accept next, `mask_rows` rules out the others.
+# The next cells run a batch. MiniGPT continues "Yesterday my sister" at temperature 4, in sixteen rows: eight are free,
+# eight are held to its grammar. `SentenceMasks` gives the tokens that the parser would accept next, `mask_rows` rules
+# out the others.
 
 # %%
 import torch
@@ -489,8 +495,8 @@ for name, its_texts in (("free", batch[:8]), ("held", batch[8:])):
     print("  ", " ".join(tokenizer.decode_words(its_texts[0])))
 
 # %% [markdown]
-# **Question 8.** Two tokens are allowed in a row. The model gives them probabilities of 0.02 and 0.06. With which probability
-# is the second one picked after masking?
+# **Question 8.** In one row of the batch, two tokens are allowed. The model gives them probabilities of 0.02 and 0.06.
+# With what probability is the second one picked after masking?
 
 # %%
 probability_of_the_second = None
@@ -503,11 +509,11 @@ nb.check(probability_of_the_second, round(float(right), 2))
 # %% [markdown]
 # ## Your experiment: whose answers gain by one step ahead?
 #
-# The server of section 1 again: 256 requests, 64 at a time, on a simulated H100. The CPU has a fifth of each step, and
-# by the rule of the longer of the two, one step ahead is at most 1.25 times as fast.
+# This is the server of section 1 again: 256 requests, 64 at a time, on a simulated H100. The CPU has a fifth of each
+# step, and by the rule of the longer of the two, one step ahead is at most 1.25 times as fast.
 #
 # **Write down how many times as fast it is for each of the four lengths**, then run the cell. Then change the CPU's
-# share: from which share on does one step ahead pay for all of them?
+# share: from which share on does one step ahead pay for all four lengths?
 
 # %% alt="How many times as fast one step ahead is, for four lengths of answers. 1.11 for 2 tokens, 1.16 for 5, 1.19 for 20, 1.24 for 200."
 YOUR_LENGTHS = (2, 5, 20, 200)  # tokens of an answer, on average
@@ -526,6 +532,6 @@ nb.bars(gains, "times as fast", text="{:.2f}", roles=["generated"])
 print("You predicted:", YOUR_PREDICTION)
 
 # %% [markdown]
-# **What to look for.** Each answer costs one token in vain, and its batch slot is free one step later. Of an answer of
-# 2 tokens that is a third of all that is computed; of one of 200, next to nothing. With a share of a twentieth, short
+# **What to look for.** Each answer costs one token in vain, and its batch slot is free one step later. For an answer of
+# 2 tokens that is a third of its steps; for one of 200, next to nothing. If the CPU has a twentieth of a step, short
 # answers lose: chats and documents gain, and a classifier that answers with one word may not.

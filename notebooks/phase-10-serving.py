@@ -405,7 +405,7 @@ if real_model is not None:
 # Choose limits for the queue and a load. **Write down for the smallest and the largest limit how many of the requests
 # are refused, and how long an admitted one waits for its first token**, then run the cell. Then try `YOUR_LOAD = 0.9`.
 
-# %% alt="Two panels against the limit of the waiting queue. Refused requests fall as the queue grows; the median time to the first token of the admitted ones rises with the queue. Their 99th percentile may be high for the shortest queue too, with which few are admitted."
+# %% alt="Two panels against the limit of the waiting queue. Refused requests fall as the queue grows; the time to the first token of the admitted ones, median and 99th percentile, rises with it."
 YOUR_LIMITS = [1, 4, 16, 64]  # max_waiting
 YOUR_LOAD = 2.0  # times what the server can do
 YOUR_NUM_REQUESTS = 160

@@ -29,7 +29,7 @@ export async function open() {
     results.replaceChildren();
     tell(say("Loading Python…"));
     try {
-      const files = { [file]: before + input.value.trim() + after };
+      const files = { [file]: before + input.value.trim().replace(/^return\b\s*/, "") + after };
       const { account, passed } = await grader.grade({ phase, task, files }, ({ kind }) => kind === "test" && tell(say("Testing…")));
       const [{ num_passed, num_tests }] = account.rows;
       tell(say("{passed} of {total} tests pass.", { passed: num_passed, total: num_tests }));

@@ -258,8 +258,10 @@ class Lab {
       results.scrollTop = 0;
       this.#markFirst(account.problems);
       store.write(`passed/${task.id}`, passed.includes(task.id) ? new Date().toISOString() : null);
-      const places = { id: task.id, outcome: account.rows[0].told };
-      this.#setStatus(passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}: {outcome}", places));
+      const [{ told: outcome, num_passed, num_tests }] = account.rows;
+      const places = { id: task.id, outcome, passed: num_passed, total: num_tests };
+      const told = passed.includes(task.id) ? say("Task {id} has passed.", places) : say("Task {id}, {outcome}: {passed} of {total} tests pass.", places);
+      this.#setStatus(told);
     } catch (error) {
       if (error instanceof Stopped) this.#setStatus(say("Stopped."));
       else {

@@ -83,7 +83,7 @@ def test_a_visitor_writes_a_line(browser: Chromium, address: str, language: str,
     assert shown[-3:] == ["7", expected, "28"]
     assert not browser.evaluate("document.querySelector('.first .next').checkVisibility()")
 
-    assert answer(browser, RIGHT) == verdict.format(30)
+    assert answer(browser, f"return {RIGHT}") == verdict.format(30)  # the word that stands before the line
     assert browser.evaluate("document.querySelector('.first form .md-button').disabled")  # there is nothing left to run
     slots = [28, 29, 30, 31, 8, 9, 10, 11, 20, 21]
     browser.wait_for(f"{PLACES} === '{json.dumps(slots, separators=(',', ':'))}'", 10)

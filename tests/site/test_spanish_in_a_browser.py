@@ -82,7 +82,7 @@ def test_the_lab(browser: Chromium, address: str) -> None:
     browser.evaluate("document.querySelector('.mc-run').click()")
     browser.wait_for("!document.querySelector('.mc-run').disabled", 120)
     assert texts(browser, ".mc-results th") == ["tarea", "tests", "puntos"]
-    assert texts(browser, ".mc-status")[0].startswith("Tarea 0.2: ")
+    assert texts(browser, ".mc-status")[0].startswith("Tarea 0.2, ")
     assert texts(browser, ".mc-outcome") == ["sin escribir"]
     assert "docs/es/phase-00" in texts(browser, ".mc-results")[0]
     assert texts(browser, ".mc-lab option")[0] == "0.2 Bytes por token"
